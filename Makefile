@@ -1,0 +1,39 @@
+# sparkmoe: `make run` and `make test` need only Python 3.11 or 3.12, make and a package registry.
+VENV    := .venv
+BIN     := $(VENV)/bin
+LOCK    := env/requirements.lock
+READY   := $(VENV)/.ready
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help run lab test lint matrix lock clean
+.DEFAULT_GOAL := help
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+
+$(READY): $(LOCK) pyproject.toml env/install.sh
+	@sh env/install.sh $(VENV) $(LOCK)
+	@touch $@
+
+run: $(READY)  ## execute the notebooks against a live server on this machine
+	@$(BIN)/sparkmoe run --quick $(ARGS)
+
+lab: $(READY)  ## open JupyterLab with the kernel ready
+	@$(BIN)/jupyter lab --ServerApp.root_dir=notebooks $(ARGS)
+
+test: $(READY)  ## lint, types and the whole test suite
+	@$(BIN)/ruff check lib tests
+	@$(BIN)/mypy
+	@$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+
+lint: $(READY)  ## style and types only
+	@$(BIN)/ruff check lib tests
+	@$(BIN)/mypy
+
+lock: $(READY)  ## resolve env/requirements.lock anew (x86-64 and aarch64, Python 3.11 and 3.12)
+	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header \
+	    --no-emit-index-url --no-emit-find-links --group dev pyproject.toml -o $(LOCK)
+
+clean:  ## remove the environment and the build leftovers (results stay)
+	rm -rf $(VENV) build dist lib/*.egg-info .pytest_cache .mypy_cache .ruff_cache
