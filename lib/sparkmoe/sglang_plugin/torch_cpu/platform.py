@@ -1,0 +1,42 @@
+"""What the CPU platform is, in SGLang's own terms: no Triton, no graphs, eager PyTorch, chain drafts.
+
+SGLang asks these questions before it builds anything. Everything not overridden keeps SGLang's conservative default.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+
+class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """Plain PyTorch on the CPU."""
+
+    _enum = PlatformEnum.OOT
+    device_name = "torch_cpu"
+    device_type = "cpu"
+    capabilities = PlatformCapabilities()
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def supports_speculative_algorithm(self, algorithm: str) -> bool:
+        return algorithm in ("EAGLE", "NEXTN")
+
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        return "eager"
+
+    def get_speculative_cache_locs_fn(self) -> Callable[..., torch.Tensor]:
+        from sparkmoe.sglang_plugin.torch_cpu.speculative import extend_cache_locs
+
+        return extend_cache_locs
+
+    def get_torch_profiler_activity_str(self) -> str:
+        return "CPU"
+
+    def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
+        return torch.profiler.ProfilerActivity.CPU
