@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
+BOS = 1
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 
 
@@ -98,7 +99,7 @@ class _Handler(BaseHTTPRequestHandler):
         pass
 
     def do_GET(self) -> None:
-        self._plain(json.dumps({"version": "fake", "internal_states": [{}]}))
+        self._plain(json.dumps({"version": "fake", "internal_states": [{}], "max_total_num_tokens": 40000}))
 
     def do_POST(self) -> None:
         body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or b"{}")
@@ -110,8 +111,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.fake.seen.clear()
             return self._plain("Cache flushed.")
         if path == "/tokenize":
-            tokens = [ord(c) for c in body["prompt"]]
-            return self._plain(json.dumps({"tokens": tokens, "count": len(tokens), "max_model_len": 8192}))
+            turns = [f"<{m['role']}>{m['content']}" for m in body.get("messages", ())]
+            text = body["prompt"] if "prompt" in body else "".join(turns)
+            tokens = [BOS] * body.get("add_special_tokens", False) + [ord(c) for c in text]
+            return self._plain(json.dumps({"tokens": tokens, "count": len(tokens), "max_model_len": 65536}))
         if path == "/detokenize":
             return self._plain(json.dumps({"text": "".join(map(chr, body["tokens"]))}))
         self.fake.requests.append(body)

@@ -223,7 +223,10 @@ def test_no_address(url: str) -> None:
 
 def test_other_calls(server: FakeServer) -> None:
     c = client(server)
-    assert c.detokenize(c.tokenize("sieben Äpfel")) == "sieben Äpfel"
+    assert c.detokenize(c.tokenize("sieben Äpfel", special=False)) == "sieben Äpfel"
+    assert len(c.tokenize("abc")) == 4
+    assert c.detokenize(c.render([{"role": "user", "content": "hi"}])) == "<user>hi"
+    assert c.token_limit() == 40000
     assert c.server_info()["version"] == "fake"
 
 

@@ -13,6 +13,7 @@ import hashlib
 import http.client
 import json
 import socket
+import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -63,9 +64,22 @@ class Client:
     def server_info(self) -> dict[str, Any]:
         return json.loads(self._call("GET", "/server_info"))
 
-    def tokenize(self, text: str) -> list[int]:
-        """Token ids of `text`, special tokens of the model added as for a prompt."""
-        return json.loads(self._call("POST", "/tokenize", {"prompt": text}))["tokens"]
+    def tokenize(self, text: str, *, special: bool = True) -> list[int]:
+        """Token ids of `text`, with the model's special tokens (as a begin-of-text) added or not."""
+        return self._tokenized({"prompt": text, "add_special_tokens": special})["tokens"]
+
+    def render(self, messages: Sequence[dict[str, Any]], *, thinking: bool = True) -> list[int]:
+        """Token ids of a conversation as the model's chat template would put it to the model."""
+        body = {"messages": list(messages), "chat_template_kwargs": {"enable_thinking": thinking}}
+        return self._tokenized(body)["tokens"]
+
+    def token_limit(self) -> int:
+        """Prompt and answer together: the context length, or the KV pool where that is smaller."""
+        pool = self.server_info().get("max_total_num_tokens") or sys.maxsize
+        return min(self._tokenized({"prompt": "a"})["max_model_len"], pool)
+
+    def _tokenized(self, body: dict[str, Any]) -> dict[str, Any]:
+        return json.loads(self._call("POST", "/tokenize", body))
 
     def detokenize(self, token_ids: Sequence[int]) -> str:
         return json.loads(self._call("POST", "/detokenize", {"tokens": list(token_ids)}))["text"]
