@@ -118,7 +118,7 @@ def _studentized(groups: Sequence[Floats], level: float, seed: int) -> tuple[flo
         spread_of_variance = sum(v**2 / (n - 1) for v, n in zip(variance, sizes, strict=True))
         freedom = sum(variance) ** 2 / spread_of_variance if error else 1.0
         half = float(stats.t.ppf((1 + level) / 2, freedom)) * error
-        return center - half, center + half, "Student's t" if len(groups) == 1 else "Welch's t"
+        return float(center - half), float(center + half), "Student's t" if len(groups) == 1 else "Welch's t"
     rng = np.random.default_rng(seed)
     shift, spread = np.zeros(RESAMPLES), np.zeros(RESAMPLES)
     for sign, group in zip(signs, groups, strict=False):
