@@ -90,11 +90,10 @@ class Comparison:
             ""
         ]
         for arm, found in self.accuracy.items():
-            change = found["difference"]
+            change, low, high = (100 * found["difference"][k] for k in ("estimate", "low", "high"))
             lines.append(
                 f"{arm}: accuracy {100 * found['a']:.2f} % → {100 * found['b']:.2f} % on {found['n']} shared problems, "
-                f"difference {100 * change['estimate']:+.2f} points [{100 * change['low']:+.2f}, {100 * change['high']:+.2f}], "
-                f"McNemar p = {found['mcnemar_p']:.3g}"
+                f"difference {change:+.2f} points [{low:+.2f}, {high:+.2f}], McNemar p = {found['mcnemar_p']:.3g}"
             )
         lines += [f"{arm}: left out as spoiled: {a} in A, {b} in B" for arm, (a, b) in self.spoiled.items() if a or b]
         return "\n".join(lines + [f"note: {note}" for note in notes]).rstrip() + "\n"
