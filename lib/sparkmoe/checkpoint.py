@@ -19,8 +19,13 @@ from sparkmoe.errors import ModelError
 from sparkmoe.machine import Machine, home
 
 ARCHITECTURES = ("BailingMoeV3ForCausalLM",)
-_BITS = {"F64": 64, "I64": 64, "U64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16, "U16": 16,
-         "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8, "I8": 8, "U8": 8, "BOOL": 8, "F6_E2M3": 6, "F6_E3M2": 6, "F4": 4}  # fmt: skip
+_BITS = (
+    dict.fromkeys(("F64", "I64", "U64"), 64)
+    | dict.fromkeys(("F32", "I32", "U32"), 32)
+    | dict.fromkeys(("F16", "BF16", "I16", "U16"), 16)
+    | dict.fromkeys(("F8_E4M3", "F8_E5M2", "F8_E8M0", "I8", "U8", "BOOL"), 8)
+    | {"F4": 4}
+)
 _MAX_HEADER_BYTES = 100 << 20
 
 
@@ -71,7 +76,7 @@ def resolve(model: Path | str | None, machine: Machine) -> Path:
     default = machine.default_model
     if default is None:
         raise ModelError(
-            f"no model given and none found on this {machine.profile} machine; pass a folder (--model, or SPARKMOE_MODEL)"
+            f"no model given and none found for a {machine.profile} machine; pass its folder (--model, SPARKMOE_MODEL)"
         )
     if not default.exists() and default.is_relative_to(home()):
         from sparkmoe.nano import random_checkpoint

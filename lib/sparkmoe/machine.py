@@ -28,13 +28,59 @@ Profile = Literal["spark", "hopper", "cpu"]
 GIB = 1 << 30
 
 # Nominal bandwidth of device memory in GB/s, from the vendors' data sheets; the first name that the GPU's contains.
-_NOMINAL_GB_S = {"GB10": 273.0, "H200": 4800.0, "GH200": 4900.0, "H100 PCIe": 2000.0, "H100": 3350.0, "H20": 4000.0,
-                 "B300": 8000.0, "B200": 8000.0, "A100": 2039.0, "L40": 864.0, "RTX 5090": 1792.0, "RTX 4090": 1008.0}  # fmt: skip
+_NOMINAL_GB_S = {
+    "GB10": 273.0,
+    "A100": 2039.0,
+    "H100 PCIe": 2000.0,
+    "H100": 3350.0,
+    "GH200": 4900.0,
+    "H200": 4800.0,
+    "B200": 8000.0,
+    "B300": 8000.0,
+    "RTX 4090": 1008.0,
+    "RTX 5090": 1792.0,
+}
 _PACKAGES = ("sparkmoe", "sglang", "torch", "triton", "transformers", "flashinfer-python", "humming-kernels")
-# What an unusual profile changes: seconds until a token, seconds of politeness at the end, requests at once.
+# Per profile: seconds until the first token, seconds between SIGTERM and SIGKILL, requests at once.
 _START_DEADLINE_S = {"spark": 1500.0, "hopper": 900.0, "cpu": 300.0}
 _STOP_GRACE_S = {"spark": 60.0, "hopper": 60.0, "cpu": 12.0}
 _MAX_CONCURRENCY = {"spark": 8, "hopper": 32, "cpu": 8}
+_NO_GPU: dict[str, Any] = {
+    "gpu_name": None,
+    "gpu_count": 0,
+    "compute_capability": None,
+    "gpu_memory_bytes": None,
+    "unified_memory": False,
+    "nominal_gb_s": None,
+}
+_REFERENCE: dict[str, dict[str, Any]] = {
+    "spark": {
+        "name": "DGX Spark (reference)",
+        "arch": "aarch64",
+        "cores": 20,
+        "gpu_name": "NVIDIA GB10",
+        "gpu_count": 1,
+        "compute_capability": (12, 1),
+        "gpu_memory_bytes": None,
+        "unified_memory": True,
+        "nominal_gb_s": 273.0,
+        "mem_total_bytes": 120 * GIB,
+        "mem_available_bytes": 112 * GIB,
+    },
+    "hopper": {
+        "name": "H200 (reference)",
+        "arch": "x86_64",
+        "cores": 16,
+        "gpu_name": "NVIDIA H200",
+        "gpu_count": 1,
+        "compute_capability": (9, 0),
+        "gpu_memory_bytes": 139 * GIB,
+        "unified_memory": False,
+        "nominal_gb_s": 4800.0,
+        "mem_total_bytes": 128 * GIB,
+        "mem_available_bytes": 120 * GIB,
+    },
+}
 SPARK_MODEL = "Ling-3.0-flash-fp4"
 
 
@@ -90,18 +136,8 @@ class Machine:
         if here.profile == profile:
             return here
         if profile == "cpu":
-            bare: dict[str, Any] = dict(gpu_name=None, gpu_count=0, compute_capability=None, gpu_memory_bytes=None)
-            return replace(here, unified_memory=False, nominal_gb_s=None, **bare)._with_profile("cpu")
-        reference: dict[str, Any] = (
-            dict(name="DGX Spark (reference)", arch="aarch64", cores=20, gpu_name="NVIDIA GB10", gpu_count=1,
-                 compute_capability=(12, 1), gpu_memory_bytes=None, unified_memory=True, nominal_gb_s=273.0,
-                 mem_total_bytes=120 * GIB, mem_available_bytes=112 * GIB)
-            if profile == "spark"
-            else dict(name="H200 (reference)", arch="x86_64", cores=16, gpu_name="NVIDIA H200", gpu_count=1,
-                      compute_capability=(9, 0), gpu_memory_bytes=139 * GIB, unified_memory=False, nominal_gb_s=4800.0,
-                      mem_total_bytes=128 * GIB, mem_available_bytes=120 * GIB)
-        )  # fmt: skip
-        return replace(here, **reference)._with_profile(profile)
+            return replace(here, **_NO_GPU)._with_profile("cpu")
+        return replace(here, **_REFERENCE[profile])._with_profile(profile)
 
     def _with_profile(self, profile: Profile) -> Machine:
         return replace(
@@ -191,13 +227,15 @@ def home() -> Path:
 def read_gpu(nvml: Any = None) -> dict[str, Any] | None:
     """The visible NVIDIA GPUs as fields of `Machine`, or None where NVML finds none.
 
-    `CUDA_VISIBLE_DEVICES` is honoured as CUDA does: empty or "-1" hides every GPU. Where several differ the first counts.
+    `CUDA_VISIBLE_DEVICES` is honoured as CUDA does: empty or "-1" hides every GPU. Of several the first counts.
     """
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is not None and visible.strip() in ("", "-1"):
         return None
     if nvml is None:
-        import pynvml as nvml
+        import pynvml
+
+        nvml = pynvml
     try:
         nvml.nvmlInit()
     except nvml.NVMLError:
@@ -263,8 +301,8 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 
 def _default_model(profile: Profile) -> Path | None:
-    """`SPARKMOE_MODEL` if set. On a CPU the bundled nano Ling, else the miniature of random weights (made on first use);
-    on a GPU the published checkpoint where it has been downloaded, else None."""
+    """`SPARKMOE_MODEL` if set. On a CPU the bundled nano Ling, else the miniature of random weights, which is made on
+    first use; on a GPU the published checkpoint where it has been downloaded, else None."""
     if chosen := os.environ.get("SPARKMOE_MODEL"):
         return Path(chosen).expanduser().absolute()
     if profile == "cpu":

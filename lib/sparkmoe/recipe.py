@@ -59,8 +59,8 @@ class Recipe:
     """What to switch on. Sizes in tokens; None leaves a choice to the machine's profile or to SGLang.
 
     `draft_steps` is K, the tokens drafted per verify step (0: no draft). `moe_activation="fp8"` asks Humming for FP8
-    activations. `context_length` above the model's own is refused. `extra_args` and `extra_env` reach the server as they
-    are, for what has no field.
+    activations. `context_length` above the model's own is refused. `extra_args` and `extra_env` reach the server
+    unchanged, for what has no field.
     """
 
     name: str

@@ -1,0 +1,417 @@
+"""Own one SGLang server: start it, prove that it answers, share it, end it.
+
+"Started" means that a token came back. A port that listens proves nothing, and SGLang's `/health` says 200 while every
+request hangs. So `Engine.start` watches the log for progress, and then asks for a few tokens itself, all within the
+machine profile's deadline.
+
+Before anything is loaded everything cheap is checked: the recipe against the machine and the model, the model's files,
+the port, and memory, with the sum shown. What is found late costs minutes, on a DGX Spark at times a power cycle.
+
+Two ways to use it. `with Engine(recipe) as engine:` boots a fresh server and ends it with the block: a boot is the unit
+of repetition of a measurement. `Engine.attach(recipe)` takes an equal server that already runs, or starts one, and
+leaves it running for the next cell or notebook; it first ends this owner's servers of other recipes, because an idle
+neighbour spoils a measurement and two models rarely fit. Nothing outlives its owners (`processes`, `supervisor`):
+in JupyterLab that is the kernel, under `sparkmoe run` and `sparkmoe serve` the command.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import re
+import secrets
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self
+
+import psutil
+
+from sparkmoe import checkpoint as checkpoints
+from sparkmoe.errors import EngineError, MachineError
+from sparkmoe.machine import GIB, Machine
+from sparkmoe.processes import Identity, Record, loading_lock, records, servers, write_private
+from sparkmoe.recipe import Recipe
+from sparkmoe.serverlog import STAGES, Progress, last_words, likely_cause, progress
+
+if TYPE_CHECKING:
+    from sparkmoe.client import Client
+
+logger = logging.getLogger(__name__)
+_POLL_S = 0.1
+# What a server costs beside its weights and pools: interpreters, PyTorch, CUDA context, graphs.
+_OVERHEAD_BYTES = {"spark": 8 * GIB, "hopper": 10 * GIB, "cpu": int(3.2 * GIB)}
+_FLOOR_BYTES = {"spark": 4 * GIB, "hopper": 2 * GIB, "cpu": GIB // 4}
+
+
+class Engine:
+    """One server for one recipe. `with` starts and ends it; attributes hold once it is started.
+
+    `url`, `api_key`, `pid` (of the server's process group), `log_path`, `evidence_path` (written by the plugin from
+    inside the server), `checkpoint`, and `ready_s`, the seconds from launch to the first token.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe | str,
+        machine: Machine | str = "auto",
+        model: Path | str | None = None,
+        *,
+        port: int | None = None,
+        host: str = "127.0.0.1",
+        log_dir: Path | str | None = None,
+        deadline_s: float | None = None,
+        show: bool = True,
+    ) -> None:
+        self.recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
+        self.machine = Machine.named(machine) if isinstance(machine, str) else machine
+        self.model = checkpoints.resolve(model, self.machine)
+        self.port, self.host = port, host
+        self.deadline_s = deadline_s or self.machine.start_deadline_s
+        self.show = show
+        self.ready_s: float | None = None
+        self._log_dir = Path(log_dir) if log_dir else None
+        self._record: Record | None = None
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._shared = False
+
+    # What a started engine is
+
+    @property
+    def record(self) -> Record:
+        if self._record is None:
+            raise EngineError(f"the server of recipe {self.recipe.name} is not started")
+        return self._record
+
+    @property
+    def url(self) -> str:
+        return self.record.url
+
+    @property
+    def api_key(self) -> str:
+        return self.record.api_key
+
+    @property
+    def pid(self) -> int:
+        """Leader of the server's process group."""
+        server = self.record.refresh().server
+        if server is None:
+            raise EngineError("the server has no process yet")
+        return server[0]
+
+    @property
+    def log_path(self) -> Path:
+        return Path(self.record.log_path)
+
+    @property
+    def evidence_path(self) -> Path:
+        return Path(self.record.evidence_path)
+
+    def client(self, *, timeout_s: float = 300.0) -> Client:
+        from sparkmoe.client import Client
+
+        return Client(self.url, self.api_key, timeout_s=timeout_s)
+
+    def running(self) -> bool:
+        """Whether the server's process group and its supervisor are there. Says nothing about answers."""
+        if self._record is None:
+            return False
+        self._record = self._record.refresh()
+        return self._record.path.exists() and self._record.supervised() and bool(self._record.members())
+
+    def memory_bytes(self) -> int:
+        """Memory of the whole process group, shared pages counted once (PSS)."""
+        total = 0
+        for process in self.record.refresh().members():
+            try:
+                total += process.memory_full_info().pss
+            except psutil.Error:
+                continue
+        return total
+
+    # Start
+
+    def __enter__(self) -> Self:
+        if not self.running():
+            self.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if not self._shared:
+            self.stop()
+
+    def start(self, on_progress: Callable[[Progress], None] | None = None) -> Self:
+        """Boot a server and return once it has generated a token.
+
+        `on_progress` is called with every step that the log tells; without it a tqdm bar is shown (`show=False`: none).
+        Raises RecipeError, ModelError, MachineError before anything is loaded, EngineError after that; in either case
+        nothing is left running.
+        """
+        self._boot(on_progress)
+        return self
+
+    @classmethod
+    def attach(cls, recipe: Recipe | str, machine: Machine | str = "auto", model: Path | str | None = None,
+               **options: Any) -> Self:  # fmt: skip
+        """A running server of an equal recipe on the same model, or a new one. It stays after the `with` block.
+
+        Options as for `Engine`. Servers of other recipes that belong to this owner alone are ended first.
+        """
+        engine = cls(recipe, machine, model, **options)
+        seen = checkpoints.inspect(engine.model)
+        engine.recipe.require(engine.machine, seen)
+        wanted, me = engine.recipe.fingerprint(engine.machine, seen), Identity.owner()
+        engine._shared = True
+        with loading_lock():
+            for record in records():
+                if record.fingerprint == wanted and record.ready and engine.port in (None, record.port):
+                    record.sign_in(me)
+                    engine._record = record
+                    try:
+                        engine._prove(30.0)
+                    except EngineError as error:
+                        logger.warning("a running %s server does not answer, ending it: %s", engine.recipe.name, error)
+                        record.end()
+                        continue
+                    return engine
+            engine._record = None
+            for record in records():
+                if record.owners() == [me]:
+                    record.end()
+            engine._boot(None, locked=True)
+        return engine
+
+    def _boot(self, on_progress: Callable[[Progress], None] | None, *, locked: bool = False) -> None:
+        if self.running():
+            raise EngineError(f"this engine already runs at {self.url}")
+        seen = checkpoints.inspect(self.model)
+        self.recipe.require(self.machine, seen)
+        port = free_port(self.host) if self.port is None else check_port(self.port, self.host)
+        with _nothing() if locked else loading_lock():
+            running = records()
+            check_memory(self.recipe, self.machine, seen, running)
+            self._launch(seen, port)
+            try:
+                with _shown(on_progress, self.show, self.recipe.name) as report:
+                    self._wait(report)
+            except BaseException:
+                self.stop()
+                raise
+
+    def _launch(self, seen: checkpoints.Checkpoint, port: int) -> None:
+        fingerprint = self.recipe.fingerprint(self.machine, seen)
+        logs = self._log_dir or Path(os.environ.get("SPARKMOE_LOG_DIR") or servers() / "logs")
+        try:
+            logs.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise MachineError(f"cannot write logs to {logs} ({error.strerror})") from None
+        label = re.sub(r"[^\w.+=-]+", "_", self.recipe.name)[:48]
+        stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}-{port}"
+        log, evidence = logs / f"{stem}.log", logs / f"{stem}.evidence.json"
+        where: dict[str, Any] = {"model": self.model, "port": port, "host": self.host, "evidence": evidence}
+        record = Record(
+            fingerprint=fingerprint, recipe=asdict(self.recipe), profile=self.machine.profile, model=str(self.model),
+            host=self.host, port=port, api_key=secrets.token_urlsafe(24), log_path=str(log),
+            evidence_path=str(evidence), argv=[], grace_s=self.machine.stop_grace_s,
+            floor_bytes=_FLOOR_BYTES[self.machine.profile],
+        )  # fmt: skip
+        command = self.recipe.command(self.machine, **where, config=record.config_path)
+        record.argv = list(command.argv)
+        os.close(os.open(log, os.O_WRONLY | os.O_CREAT, 0o600))  # SGLang logs its arguments, key included
+        write_private(record.config_path, json.dumps({"api-key": record.api_key}))  # JSON is YAML
+        record.sign_in(Identity.owner())
+        record.write()
+        self._record = record
+        self._supervisor = subprocess.Popen(
+            [sys.executable, "-m", "sparkmoe.supervisor", str(record.path)],
+            env=server_environment(os.environ) | command.env,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+
+    def _wait(self, report: Callable[[Progress], None]) -> None:
+        begun = time.monotonic()
+        here, rest = Progress(), ""
+        with self.log_path.open(encoding="utf-8", errors="replace") as log:
+            while here.stage != "ready":
+                dead = self._supervisor is not None and self._supervisor.poll() is not None
+                *lines, rest = (rest + log.read()).replace("\r", "\n").split("\n")
+                now = progress(lines, here)
+                if now != here:
+                    here = now
+                    report(here)
+                if dead:
+                    raise self._died(here)
+                if time.monotonic() - begun > self.deadline_s:
+                    raise self._silent(here)
+                time.sleep(_POLL_S)
+        try:
+            self._prove(self.deadline_s - (time.monotonic() - begun))
+        except EngineError:
+            time.sleep(2 * _POLL_S)
+            dead = self._supervisor is not None and self._supervisor.poll() is not None
+            raise (self._died(here) if dead else self._silent(here)) from None
+        self.ready_s = time.monotonic() - begun
+        record = self.record.refresh()
+        record.ready = True
+        record.write()
+        self._record = record
+
+    def _prove(self, timeout_s: float) -> None:
+        """A real token, or EngineError."""
+        sample = self.client(timeout_s=max(timeout_s, 1.0)).generate("1 + 1 =", max_new_tokens=4, ignore_eos=True)
+        if sample.completion_tokens < 1:
+            raise EngineError(f"the server at {self.url} answered without a token: {sample.error or 'empty answer'}")
+
+    def _died(self, here: Progress) -> EngineError:
+        lines = self._log_lines()
+        cause = likely_cause(lines)
+        heard = "".join(f"\n  | {line}" for line in last_words(lines))
+        known = f"; likely cause: {cause}" if cause else ""
+        return EngineError(
+            f"the server of recipe {self.recipe.name} died at stage “{here.stage}”{known}. "
+            f"Log: {self.log_path}. Its last words:{heard or ' none'}"
+        )
+
+    def _silent(self, here: Progress) -> EngineError:
+        lines = self._log_lines()
+        heard = "".join(f"\n  | {line}" for line in last_words(lines, 3))
+        return EngineError(
+            f"the server of recipe {self.recipe.name} is alive but gave no token within {self.deadline_s:.0f} s "
+            f"(stage “{here.stage}”); it was stopped. Log: {self.log_path}. Its last words:{heard or ' none'}"
+        )
+
+    def _log_lines(self, tail_bytes: int = 65536) -> list[str]:
+        raw = self.log_path.read_bytes()[-tail_bytes:]
+        return raw.decode(errors="replace").replace("\r", "\n").splitlines()
+
+    # Stop
+
+    def stop(self) -> None:
+        """End the server: SIGTERM, then SIGKILL of its process group. Returns when it and its memory are gone."""
+        if self._record is None:
+            return
+        record = self._record.refresh()
+        before = psutil.virtual_memory().available
+        held = self.memory_bytes() if record.server else 0
+        record.end()
+        if self._supervisor is not None:
+            self._supervisor.wait(timeout=30.0)
+            self._supervisor = None
+        self._record = None
+        if left := record.members():
+            raise EngineError(f"{len(left)} processes of the server survived SIGKILL: {[p.pid for p in left]}")
+        if held and not _until(lambda: psutil.virtual_memory().available >= before + held // 2, 10.0):
+            logger.warning("the server is gone, but %.1f GiB of its memory have not come back", held / GIB)
+
+
+def server_environment(inherited: Any) -> dict[str, str]:
+    """The caller's environment without `SGLANG_*`: what a shell happens to hold must not change a measured server."""
+    dropped = sorted(name for name in inherited if name.startswith(("SGLANG_", "SGL_")))
+    if dropped:
+        logger.info("not passed to the server: %s (use Recipe.extra_env)", ", ".join(dropped))
+    kept = {name: value for name, value in inherited.items() if name not in dropped}
+    # Byte code of SGLang and PyTorch is worth 20 s a start; a shell that forbids writing it should not cost that.
+    kept.pop("PYTHONDONTWRITEBYTECODE", None)
+    return kept | {"PYTHONUNBUFFERED": "1"}
+
+
+def memory_need(recipe: Recipe, machine: Machine, seen: checkpoints.Checkpoint) -> dict[str, int]:
+    """Bytes of host memory that a start needs, by purpose; the sum is compared with MemAvailable.
+
+    On unified memory SGLang takes its fraction of the whole pool for weights and caches; a discrete GPU holds both, and
+    the host only what streams through it; on a CPU the weights are held in float32.
+    """
+    parts = {"server processes": _OVERHEAD_BYTES[machine.profile], "floor": _FLOOR_BYTES[machine.profile]}
+    if machine.profile == "cpu":
+        floats = sum(size for dtype, size in seen.bytes_by_dtype.items() if dtype in ("BF16", "F16"))
+        return {"weights in float32": seen.weight_bytes + floats} | parts
+    if machine.unified_memory:
+        pool = int((recipe.mem_fraction or 0.68) * machine.mem_total_bytes)
+        return {"weights and KV cache": max(pool, seen.weight_bytes)} | parts
+    return parts
+
+
+def check_memory(recipe: Recipe, machine: Machine, seen: checkpoints.Checkpoint, running: list[Record]) -> None:
+    """Raise MachineError, with the sum, where MemAvailable or the GPU's memory is too small for a start."""
+    need = memory_need(recipe, machine, seen)
+    available = psutil.virtual_memory().available
+    if sum(need.values()) > available:
+        terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in need.items())
+        names = ", ".join(f"{r.recipe['name']} on port {r.port}" for r in running)
+        hint = f"; running now: {names} (`sparkmoe stop` ends it)" if running else ""
+        raise MachineError(
+            f"not enough memory for recipe {recipe.name}: {sum(need.values()) / GIB:.1f} GiB needed ({terms}), "
+            f"{available / GIB:.1f} GiB available{hint}"
+        )
+    if machine.gpu_memory_bytes and seen.weight_bytes > 0.95 * machine.gpu_memory_bytes:
+        raise MachineError(
+            f"the weights of {seen.path.name} are {seen.weight_bytes / GIB:.1f} GiB, "
+            f"{machine.gpu_name} has {machine.gpu_memory_bytes / GIB:.1f} GiB"
+        )
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port(port: int, host: str = "127.0.0.1") -> int:
+    """`port` if a server could listen there. Raises MachineError that names who does, where the system tells."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            return port
+        except OSError as error:
+            reason = error.strerror or str(error)
+    who = ""
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            who = f" by process {connection.pid} ({psutil.Process(connection.pid).name()})"
+    raise MachineError(f"port {port} on {host} is taken{who} ({reason}); choose another, or none for a free one")
+
+
+@contextmanager
+def _shown(
+    on_progress: Callable[[Progress], None] | None, show: bool, name: str
+) -> Iterator[Callable[[Progress], None]]:
+    if on_progress is not None or not show:
+        yield on_progress or (lambda _: None)
+        return
+    from tqdm.auto import tqdm
+
+    layout = "{desc} |{bar}| {elapsed}"
+    with tqdm(total=len(STAGES) - 1, desc=f"{name}: start", bar_format=layout, leave=False) as bar:
+
+        def report(now: Progress) -> None:
+            percent = f" {now.percent} %" if now.percent is not None else ""
+            bar.set_description(f"{name}: {now.stage}{percent}", refresh=False)
+            bar.update(now.index - bar.n)
+            bar.refresh()
+
+        yield report
+
+
+@contextmanager
+def _nothing() -> Iterator[None]:
+    yield
+
+
+def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(_POLL_S)
+    return True
