@@ -18,7 +18,7 @@ from sparkmoe.sglang_plugin import hooks
 PLUGIN_NAME = "sparkmoe"
 PLATFORM_NAME = "torch_cpu"
 
-LEVERS: tuple[str, ...] = ()
+LEVERS: tuple[str, ...] = ("fp8_lm_head", "draft_head", "humming_clamp", "evidence")
 """Names of the lever modules in this package, in the order in which they register."""
 
 

@@ -35,6 +35,8 @@ MARLIN_METHOD = "sglang.srt.layers.quantization.mxfp4_marlin_moe.Mxfp4MarlinMoEM
 
 applied: Counter[float] = Counter()
 """How often each limit was applied by Python in this process; a replayed CUDA graph counts once, at its capture."""
+gemm_types: set[str] = set()
+"""GEMM types that Humming's runners have used in this process: a runner is built anew for every forward pass."""
 
 
 def limit_after_silu(config: Any) -> float | None:
@@ -52,6 +54,7 @@ def _step(gate_up: torch.Tensor, out: torch.Tensor, limit: float) -> None:
 
 
 def _humming_activation(original: Callable[..., None], self: Any, inputs: torch.Tensor, outputs: torch.Tensor) -> None:
+    gemm_types.update(self.humming_gemm_configs)
     limit = limit_after_silu(self.config)
     if limit is None:
         original(self, inputs, outputs)
