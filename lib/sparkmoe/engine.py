@@ -293,6 +293,14 @@ class Engine:
         raw = self.log_path.read_bytes()[-tail_bytes:]
         return raw.decode(errors="replace").replace("\r", "\n").splitlines()
 
+    def wait(self) -> None:
+        """Block until the server ends. Raises EngineError, since it ends by itself only in trouble."""
+        while self.running():
+            time.sleep(1.0)
+        cause = likely_cause(self._log_lines())
+        self._record = None
+        raise EngineError(f"the server of recipe {self.recipe.name} ended{f': {cause}' if cause else ''}")
+
     # Stop
 
     def stop(self) -> None:

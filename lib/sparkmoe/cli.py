@@ -1,0 +1,184 @@
+"""The command line: one thin function a command, the work in the modules it names.
+
+Everything heavy is imported inside the commands, so that `sparkmoe --help` answers at once. What a command found goes
+to stdout, its last line one JSON object; what it is doing goes to stderr. A `SparkmoeError` becomes one line and exit
+code 2; `--debug`, anywhere on the line, shows the traceback instead.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from sparkmoe.errors import SparkmoeError
+
+if TYPE_CHECKING:
+    from sparkmoe.doctor import Finding
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Make mixture-of-experts models decode faster on a live SGLang engine, and prove it. --debug: tracebacks.",
+)
+
+MachineOption = Annotated[str, typer.Option("--machine", help="auto, spark, hopper or cpu")]
+ModelOption = Annotated[Path | None, typer.Option("--model", help="model folder (default: the machine's own)")]
+ResultsOption = Annotated[Path, typer.Option("--results", help="where runs are kept")]
+
+
+def say(text: str = "") -> None:
+    """For the reader, on stderr."""
+    typer.echo(text, err=True)
+
+
+def answer(**fields: Any) -> None:
+    """The last line of a command."""
+    typer.echo(json.dumps(fields, ensure_ascii=False))
+
+
+@app.command()
+def doctor(
+    sglang: Annotated[bool, typer.Option("--sglang", help="also: which hooks the installed SGLang needs")] = False,
+    machine: MachineOption = "auto",
+    results: ResultsOption = Path("results"),
+) -> None:
+    """What machine this is, what works, what is missing. Exit code 1 if a run would fail."""
+    from sparkmoe.doctor import examine, examine_sglang
+    from sparkmoe.machine import Machine
+
+    findings = examine(Machine.named(machine), results=results)
+    findings += examine_sglang() if sglang else []
+    _table(findings)
+    failed = [f.what for f in findings if f.state == "fail"]
+    say("healthy" if not failed else f"a run would fail: {', '.join(failed)}")
+    answer(ok=not failed, failed=failed, warned=[f.what for f in findings if f.state == "warn"])
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command()
+def serve(
+    recipe: Annotated[str, typer.Argument(help="a recipe's name, such as baseline or nextn_k2")],
+    show: Annotated[bool, typer.Option("--print", help="show the command and do nothing")] = False,
+    model: ModelOption = None,
+    machine: MachineOption = "auto",
+    port: Annotated[int | None, typer.Option(help="default: a free one")] = None,
+    host: Annotated[str, typer.Option(help="0.0.0.0 opens the server to the network")] = "127.0.0.1",
+) -> None:
+    """Serve a recipe in the foreground until Ctrl-C or SIGTERM. Notebooks attach to it."""
+    from sparkmoe.recipe import Recipe
+
+    chosen = Recipe.named(recipe)
+    if show:
+        _print_command(chosen, machine, model, port, host)
+        return
+    from sparkmoe.engine import Engine
+    from sparkmoe.notebooks_run import Interrupted, signals_raise
+
+    engine = Engine(chosen, machine, model, port=port, host=host)
+    with signals_raise():
+        try:
+            with engine:
+                say(f"{chosen.name} answers at {engine.url} after {engine.ready_s:.1f} s; Ctrl-C ends it")
+                say(f"log {engine.log_path}; API key in {engine.record.path}")
+                answer(
+                    url=engine.url, recipe=chosen.name, pid=engine.pid, log=str(engine.log_path), ready_s=engine.ready_s
+                )
+                sys.stdout.flush()
+                engine.wait()
+        except Interrupted as signal:
+            raise typer.Exit(0 if signal.args[0] in ("SIGINT", "SIGTERM") else 1) from None
+
+
+@app.command()
+def stop() -> None:
+    """Stop every server that sparkmoe started here."""
+    from sparkmoe.processes import end_all
+
+    ended = end_all()
+    for record in ended:
+        say(f"stopped {record.recipe['name']} on port {record.port}")
+    answer(stopped=len(ended))
+
+
+@app.command()
+def run(
+    notebooks: Annotated[list[str] | None, typer.Argument(help="names such as 02_baseline; default: all")] = None,
+    quick: Annotated[bool, typer.Option("--quick/--full", help="minutes, or a measurement with all its boots")] = True,
+    parameter: Annotated[list[str] | None, typer.Option("-p", help="name=value for the notebooks' parameters")] = None,
+    results: ResultsOption = Path("results"),
+) -> None:
+    """Execute notebooks; copies, logs and data under results/<run>/. Exit code 1 if one fails."""
+    import time
+
+    from sparkmoe import notebooks_run as runner
+    from sparkmoe.results import Run
+
+    chosen = runner.select(notebooks or [])
+    known = {name for path in chosen for name in runner.parameters_of(path)}
+    given = runner.assign(parameter or [], known)
+    mode = "quick" if quick else "full"
+    say(f"{len(chosen)} notebooks ({mode}), about {runner.minutes(chosen, quick):.0f} minutes on two cores")
+    store = Run.create(results, name=mode, notebooks=[p.stem for p in chosen], parameters=given, quick=quick)
+    say(f"results in {store.path}")
+    done: list[runner.Executed] = []
+    begun = time.monotonic()
+    try:
+        for result in runner.execute(chosen, store.path, given, quick=quick):
+            done.append(result)
+            say(f"  {result.name}: {'ok' if result.ok else 'FAILED'}, {result.seconds:.0f} s")
+            if result.error:
+                say(f"    {result.error}")
+    except runner.Interrupted as interrupted:
+        runner.forget(store.path, done)
+        say(f"interrupted ({interrupted}); kernels and servers are stopped")
+        raise typer.Exit(128 + interrupted.signum) from None
+    summary = runner.as_json(store.path, done, time.monotonic() - begun)
+    store.write_json("run.json", summary)
+    answer(**summary)
+    raise typer.Exit(0 if summary["ok"] else 1)
+
+
+def _print_command(recipe: Any, machine: str, model: Path | None, port: int | None, host: str) -> None:
+    import secrets
+
+    from sparkmoe import checkpoint
+    from sparkmoe.engine import free_port
+    from sparkmoe.machine import Machine
+
+    where = Machine.named(machine)
+    folder = model or where.default_model or Path(f"/path/to/{recipe.name}-model")
+    seen = checkpoint.inspect(folder) if folder.exists() else None
+    recipe.require(where, seen)
+    key = secrets.token_urlsafe(24)
+    typer.echo(recipe.shell(where, model=folder, port=port or free_port(host), host=host, api_key=key))
+
+
+def _table(findings: list[Finding]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(show_edge=False, pad_edge=False)
+    for column in ("check", "", "found", "expected", "what to do"):
+        table.add_column(column, overflow="fold")
+    for f in findings:
+        table.add_row(f.what, {"ok": "ok", "warn": "warn", "fail": "FAIL"}[f.state], f.found, f.expected, f.advice)
+    Console(width=None if sys.stdout.isatty() else 140).print(table, markup=False)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Console script `sparkmoe`."""
+    given = sys.argv[1:] if argv is None else argv
+    debug = "--debug" in given
+    try:
+        app([word for word in given if word != "--debug"], prog_name="sparkmoe")
+    except SparkmoeError as error:
+        if debug:
+            raise
+        say(f"error: {error}")
+        raise SystemExit(2) from None
