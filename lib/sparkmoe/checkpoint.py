@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import json
 import math
+import os
+import shutil
 import struct
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -78,11 +80,24 @@ def resolve(model: Path | str | None, machine: Machine) -> Path:
         raise ModelError(
             f"no model given and none found for a {machine.profile} machine; pass its folder (--model, SPARKMOE_MODEL)"
         )
-    if not default.exists() and default.is_relative_to(home()):
-        from sparkmoe.nano import random_checkpoint
+    return default if default.exists() or not default.is_relative_to(home()) else make_miniature(default)
 
-        random_checkpoint.make(default)
-    return default
+
+def make_miniature(path: Path) -> Path:
+    """The 12-layer model of random weights at `path`: whole or not at all, also with two makers at once."""
+    from sparkmoe.nano import random_checkpoint
+
+    partial = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        random_checkpoint.make(partial)
+        partial.rename(path)
+    except OSError as error:
+        if not (path / "config.json").is_file():
+            raise ModelError(f"cannot make the miniature in {path} ({error.strerror}); set SPARKMOE_HOME") from None
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return path
 
 
 def inspect(path: Path | str) -> Checkpoint:

@@ -1,0 +1,61 @@
+"""Fixtures that several test modules share: a private SPARKMOE_HOME, the random miniature, and live servers.
+
+A server costs 15 to 20 seconds, so `serve` hands out running ones: equal recipes share a server for the whole session,
+and at most `ALIVE` run at once (the longest unused is ended first), because each holds some 3 GiB.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from sparkmoe.checkpoint import make_miniature
+from sparkmoe.engine import Engine
+from sparkmoe.processes import end_all
+from sparkmoe.recipe import Recipe
+
+ALIVE = 2
+Serve = Callable[..., Engine]
+
+
+@pytest.fixture(scope="session", autouse=True)
+def sparkmoe_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """State of this test session alone, so that no test sees or stops a user's server."""
+    home = tmp_path_factory.mktemp("home")
+    before = os.environ.get("SPARKMOE_HOME")
+    os.environ["SPARKMOE_HOME"] = str(home)
+    yield home
+    end_all()
+    os.environ.pop("SPARKMOE_HOME") if before is None else os.environ.update(SPARKMOE_HOME=before)
+
+
+@pytest.fixture(scope="session")
+def miniature(sparkmoe_home: Path) -> Path:
+    """The 12-layer random checkpoint, 25 M parameters."""
+    return make_miniature(sparkmoe_home / "nano" / "random-miniature")
+
+
+@pytest.fixture(scope="session")
+def serve(miniature: Path) -> Iterator[Serve]:
+    """`serve("nextn", model=…, head="bf16", …)`: a running Engine on the CPU; `model` defaults to the miniature.
+
+    Further keywords change the recipe (`Recipe.with_`). Nobody may stop the engine. Its log is kept with the session's
+    temporary files.
+    """
+    engines: dict[tuple[str, Path], Engine] = {}
+
+    def running(recipe: Recipe | str = "baseline", model: Path | None = None, **changes: object) -> Engine:
+        chosen = (Recipe.named(recipe) if isinstance(recipe, str) else recipe).with_(**changes)
+        key = (repr(chosen.with_(name="")), model or miniature)
+        if key in engines:
+            engines[key] = engines.pop(key)  # used last
+        else:
+            while len(engines) >= ALIVE:
+                engines.pop(next(iter(engines))).stop()
+            engines[key] = Engine(chosen, "cpu", key[1], show=False).start()
+        return engines[key]
+
+    yield running
+    for engine in engines.values():
+        engine.stop()
