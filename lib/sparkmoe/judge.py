@@ -1,0 +1,111 @@
+"""Does this sample count? What was seen while it was taken decides.
+
+A time can be true and still mean something else: a kernel was compiled in its window, half the prompt came from the
+prefix cache, the answer was shorter than ordered, the GPU hung at half its clock. Such a sample is not thrown away,
+because how often that happens is a finding too. It is kept with its reasons, each `kind: what was seen`, and every
+figure leaves it out and says how many it left out.
+"""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+import psutil
+
+from sparkmoe.client import Sample
+from sparkmoe.conditions import clocks
+from sparkmoe.machine import GIB, Machine
+from sparkmoe.workload import Prompt
+
+_COMPILES = re.compile(r"to compile after serving started|device-loaded after serving started|FlashInfer autotune")
+_SWAPPED_BYTES = 16 << 20
+
+
+def compile_lines(lines: Sequence[str]) -> list[str]:
+    """The log lines that say a kernel was compiled, loaded or tuned while the server was serving."""
+    return [line.strip() for line in lines if _COMPILES.search(line)]
+
+
+def reasons_spoiled(sample: Sample, prompt: Prompt, lines: Sequence[str], floor_ms: float | None = None) -> list[str]:
+    """Why a sample must not count, as `kind: what was seen`; empty for a good one."""
+    reasons = [f"compile: {line}" for line in compile_lines(lines)[:1]]
+    if sample.error:
+        return [f"error: {sample.error}", *reasons]
+    if sample.cached_tokens is None:
+        reasons.append("cache: the server did not say how many tokens came from its cache")
+    elif sample.cached_tokens:
+        reasons.append(f"cache: {sample.cached_tokens} of {sample.prompt_tokens} prompt tokens came from the cache")
+    if prompt.ignore_eos and sample.completion_tokens != prompt.max_new_tokens:
+        reasons.append(f"length: {sample.completion_tokens} tokens instead of {prompt.max_new_tokens}")
+    if floor_ms is not None and sample.tpot_ms is not None:
+        step_ms = sample.tpot_ms * (sample.accept_length or 1.0)
+        if step_ms < floor_ms:
+            reasons.append(f"ceiling: a step of {step_ms:.3f} ms, but its bytes alone take {floor_ms:.3f} ms")
+    return reasons
+
+
+def machine_alarms(machine: Machine, swapped_in_before: int = 0) -> list[str]:
+    """What is wrong with the machine right now: memory nearly gone, swapping, or a GPU far below its clock."""
+    alarms, memory = [], psutil.virtual_memory()
+    if memory.available < min(0.03 * memory.total, GIB):
+        alarms.append(f"memory: only {memory.available / GIB:.2f} GiB available")
+    if (swapped := psutil.swap_memory().sin - swapped_in_before) > _SWAPPED_BYTES:
+        alarms.append(f"memory: {swapped >> 20} MiB were read back from swap during the request")
+    for index, gpu in enumerate(clocks()["gpus"] if machine.profile != "cpu" else []):
+        now, top = gpu.get("sm_mhz"), gpu.get("sm_max_mhz")
+        if now and top and now < 0.5 * top:
+            alarms.append(f"clock: GPU {index} at {now} of {top} MHz")
+    return alarms
+
+
+def levels(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
+    """One row per arm and concurrency: throughput in tok/s (a wave's tokens by its time), TTFT and TPOT percentiles.
+
+    `samples` counts the good ones, `spoiled` those left out. A wave with a spoiled sample gives no throughput.
+    """
+    groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for record in records:
+        groups.setdefault((record["arm"], record["concurrency"]), []).append(record)
+    rows = []
+    for (arm, level), found in groups.items():
+        good = [r for r in found if not r["spoiled"]]
+        waves: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+        for r in good:
+            waves.setdefault((r["booted"], r["wave"]), []).append(r)
+        whole = [w for w in waves.values() if len(w) == level]
+        rates = [sum(r["sample"]["completion_tokens"] for r in w) / max(r["wave_s"] for r in w) for w in whole]
+        row: dict[str, Any] = {"arm": arm, "concurrency": level, "samples": len(good)}
+        row |= {"spoiled": len(found) - len(good), "tok_s": statistics.median(rates) if rates else None}
+        for metric in ("ttft_ms", "tpot_ms"):
+            values = pd.Series([r["sample"][metric] for r in good], dtype=float)
+            row |= {f"{metric}_p{p}": values.quantile(p / 100) for p in (50, 90, 99)}
+        rows.append(row)
+    return pd.DataFrame(rows).sort_values(["arm", "concurrency"], ignore_index=True) if rows else pd.DataFrame()
+
+
+def spoiled_by(records: Iterable[Mapping[str, Any]]) -> Counter[str]:
+    """How many samples each kind of reason spoiled (a sample may have several)."""
+    return Counter(kind for r in records for kind in {reason.split(":")[0] for reason in r["spoiled"]})
+
+
+class LogTail:
+    """Lines that a growing log gained since the last look."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._offset = path.stat().st_size if path.exists() else 0
+
+    def new(self) -> list[str]:
+        if not self.path.exists():
+            return []
+        with self.path.open("rb") as file:
+            file.seek(self._offset)
+            gained = file.read()
+        self._offset += len(gained)
+        return gained.decode(errors="replace").splitlines()
