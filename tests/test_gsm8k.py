@@ -9,7 +9,6 @@ import pytest
 from sparkmoe import gsm8k
 from sparkmoe.errors import DataError
 from sparkmoe.gsm8k import Question, few_shot, load, messages, miniature, shown_solution
-from sparkmoe.nano import problems
 
 GSM8K = Path(os.environ.get("SPARKMOE_GSM8K", Path(__file__).parents[2] / "shared" / "gsm8k"))
 needs_gsm8k = pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K folder here; SPARKMOE_GSM8K may name one")
@@ -98,7 +97,9 @@ def test_too_few_examples_are_refused(tmp_path: Path) -> None:
 
 
 def test_the_miniatures_problems_come_the_same_way() -> None:
+    from sparkmoe.nano import problems
+
     questions = miniature("instances", 20, seed=1)
-    drawn = problems.test_split("instances", 20, 1)
+    drawn = problems.split("instances", 20, 1)
     assert [question.number for question in questions] == [problem.result for problem in drawn]
     assert messages(questions[0]) == [{"role": "user", "content": drawn[0].question}]

@@ -136,6 +136,13 @@ def test_a_passing_failure_is_retried_and_counted(run: Run) -> None:
     assert reports[-1].counts["right"] == 10
 
 
+def test_an_aborted_answer_is_no_answer(run: Run) -> None:
+    solver = Solver({2: [sample("#### 5", finish_reason="abort")]})
+    all_of(run, solver)
+    assert solver.asked.count(2) == 2
+    assert (read(run, "a")[2].status, read(run, "a")[2].attempt) == ("right", 2)
+
+
 def test_a_failed_question_is_counted_apart_and_asked_again_later(run: Run) -> None:
     with pytest.raises(EngineError, match="1 of 10 questions got no answer, one because dropped: connection lost; run"):
         all_of(run, Solver({2: [dropped()] * 3}))

@@ -21,7 +21,6 @@ from typing import Any, Literal
 
 from sparkmoe.errors import DataError
 from sparkmoe.extraction import reference_number
-from sparkmoe.nano import problems
 
 Split = Literal["train", "test"]
 TEST_QUESTIONS = 1319
@@ -103,7 +102,9 @@ def load(split: Split = "test", folder: Path | None = None) -> list[Question]:
 
 def miniature(split: str = "instances", count: int = 500, seed: int = 0) -> list[Question]:
     """Problems of the bundled miniature, from one of the splits its training never saw (`nano.problems`)."""
-    drawn = problems.test_split(split, count, seed)
+    from sparkmoe.nano import problems
+
+    drawn = problems.split(split, count, seed)
     return questions_from(({"question": p.question, "answer": p.answer} for p in drawn), f"nano problems, {split}")
 
 

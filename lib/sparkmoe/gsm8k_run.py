@@ -16,7 +16,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
 from functools import partial
 from typing import Any, Literal, Protocol
@@ -32,6 +32,7 @@ log = logging.getLogger(__name__)
 Status = Literal["right", "wrong", "truncated", "failed"]
 NOTEWORTHY: tuple[Status, ...] = ("truncated", "failed")
 MAX_TRUNCATED = 0.005
+_ANSWERED = ("stop", "length")  # finish reasons; "abort" is none of the model's doing
 
 
 class Chat(Protocol):
@@ -254,13 +255,18 @@ def _attempt(chat: Callable[[], Sample], attempts: int, backoff_s: float, stop: 
     attempt = 0
     while True:
         attempt += 1
+        pointless = attempt == attempts
         try:
-            return chat(), attempt
+            sample = chat()
+            if sample.finish_reason in _ANSWERED:
+                return sample, attempt
+            sample = replace(sample, error=f"server_error: the answer ended with {sample.finish_reason!r}")
         except RequestFailed as failure:
             sample = failure.sample or Sample("", time.time(), error=f"{failure.kind}: {failure}")
-            log.warning("attempt %d of %d: %s", attempt, attempts, sample.error)
-            if failure.kind == "rejected" or attempt == attempts or stop.wait(backoff_s * 2 ** (attempt - 1)):
-                return sample, attempt
+            pointless = pointless or failure.kind == "rejected"
+        log.warning("attempt %d of %d: %s", attempt, attempts, sample.error)
+        if pointless or stop.wait(backoff_s * 2 ** (attempt - 1)):
+            return sample, attempt
 
 
 def _status(sample: Sample, number: Fraction | None, reference: Fraction) -> Status:
