@@ -322,8 +322,9 @@ class Engine:
 
 
 def server_environment(inherited: Any) -> dict[str, str]:
-    """The caller's environment without `SGLANG_*`: what a shell happens to hold must not change a measured server."""
-    dropped = sorted(name for name in inherited if name.startswith(("SGLANG_", "SGL_")))
+    """The caller's environment without `SGLANG_*` and our own: what a shell happens to hold must not change a server."""
+    ours = {name for name in inherited if name.startswith("SPARKMOE_") and name != "SPARKMOE_HOME"}
+    dropped = sorted(ours | {name for name in inherited if name.startswith(("SGLANG_", "SGL_"))})
     if dropped:
         logger.info("not passed to the server: %s (use Recipe.extra_env)", ", ".join(dropped))
     kept = {name: value for name, value in inherited.items() if name not in dropped}
