@@ -28,10 +28,12 @@ from sparkmoe.machine import Machine
 
 Moe = Literal["auto", "flashinfer_mxfp4", "humming", "marlin", "native"]
 Head = Literal["fp32", "bf16", "fp8"]
+DraftHead = Literal["shared", "fp8", "weight_only", "unscaled"]
 MAX_DRAFT_STEPS = 16
 # Ours, read by the plugin inside the server: SGLang itself knows neither.
 FP8_HEAD_ENV = "SGLANG_ENABLE_FP8_LM_HEAD"
 EVIDENCE_ENV = "SPARKMOE_EVIDENCE"
+DRAFT_HEAD_ENV = "SPARKMOE_DRAFT_HEAD"
 
 
 @dataclass(frozen=True)
@@ -58,9 +60,11 @@ class Command:
 class Recipe:
     """What to switch on. Sizes in tokens; None leaves a choice to the machine's profile or to SGLang.
 
-    `draft_steps` is K, the tokens drafted per verify step (0: no draft). `moe_activation="fp8"` asks Humming for FP8
-    activations. `context_length` above the model's own is refused. `extra_args` and `extra_env` reach the server
-    unchanged, for what has no field.
+    `draft_steps` is K, the tokens drafted per verify step (0: no draft). `draft_head` is the head that the draft scores
+    with: the target's, or an FP8 copy of a 16-bit one; "weight_only" and "unscaled" show the two ways in which sharing
+    an FP8 head fails. `hot_vocab` is a map made by `sparkmoe hot-vocab`: the draft then scores these tokens alone.
+    `moe_activation="fp8"` asks Humming for FP8 activations. `context_length` above the model's own is refused.
+    `extra_args` and `extra_env` reach the server unchanged, for what has no field.
     """
 
     name: str
@@ -68,6 +72,8 @@ class Recipe:
     moe_activation: Literal["default", "fp8"] = "default"
     head: Head = "fp32"
     draft_steps: int = 0
+    draft_head: DraftHead = "shared"
+    hot_vocab: str | None = None
     context_length: int | None = None
     mem_fraction: float | None = None
     max_total_tokens: int | None = None
@@ -80,13 +86,20 @@ class Recipe:
     extra_env: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        for what, value, known in (("moe", self.moe, get_args(Moe)), ("head", self.head, get_args(Head))):
-            if value not in known:
+        choices = (("moe", self.moe, Moe), ("head", self.head, Head), ("draft_head", self.draft_head, DraftHead))
+        for what, value, kind in choices:
+            if value not in (known := get_args(kind)):
                 raise RecipeError(f"recipe {self.name}: {what}={value!r} is none of {', '.join(known)}")
         if not 0 <= self.draft_steps <= MAX_DRAFT_STEPS:
             raise RecipeError(f"recipe {self.name}: draft_steps={self.draft_steps} is not in 0…{MAX_DRAFT_STEPS}")
         if self.moe_activation == "fp8" and self.moe != "humming":
             raise RecipeError(f"recipe {self.name}: only moe='humming' takes FP8 activations, found moe={self.moe!r}")
+        if not self.draft_steps and (self.draft_head != "shared" or self.hot_vocab):
+            raise RecipeError(f"recipe {self.name}: draft_head and hot_vocab need a draft, found draft_steps=0")
+        if self.draft_head == "fp8" and self.head == "fp8":
+            raise RecipeError(f"recipe {self.name}: with head='fp8' the shared head is FP8 already; drop draft_head")
+        if self.draft_head in ("weight_only", "unscaled") and self.head != "fp8":
+            raise RecipeError(f"recipe {self.name}: draft_head={self.draft_head!r} only fails with head='fp8'")
         if self.mem_fraction is not None and not 0.05 <= self.mem_fraction <= 0.95:
             raise RecipeError(f"recipe {self.name}: mem_fraction={self.mem_fraction} is not in 0.05…0.95")
 
@@ -212,6 +225,8 @@ class Recipe:
             argv += ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", str(self.draft_steps)]
             argv += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(self.draft_steps + 1)]
             argv += ["--speculative-moe-runner-backend", moe] if moe is not None else []
+            argv += ["--speculative-token-map", str(Path(self.hot_vocab).absolute())] if self.hot_vocab else []
+            env |= {DRAFT_HEAD_ENV: self.draft_head} if self.draft_head != "shared" else {}
         argv += ["--enable-metrics"] if self.metrics else []
         argv += self.extra_args
         argv += ["--api-key", api_key] if api_key else []
@@ -246,6 +261,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe("humming_fp8", moe="humming", head="fp8"),
         Recipe("nextn", draft_steps=3),
         Recipe("fp8_head_nextn", head="fp8", draft_steps=3),
+        Recipe("draft_fp8_head", head="bf16", draft_steps=3, draft_head="fp8"),
         Recipe("all_three", moe="humming", head="fp8", draft_steps=3),
     )
 }
