@@ -7,6 +7,7 @@ import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +15,11 @@ import pytest
 
 from fake_server import Behaviour, FakeServer
 from sparkmoe.client import Client, RequestFailed, Sample
+from sparkmoe.compare import compare as compare_runs
+from sparkmoe.engine import Engine
 from sparkmoe.errors import DataError, EngineError, StoreError
-from sparkmoe.gsm8k import GREEDY, PUBLISHED, Question
-from sparkmoe.gsm8k_run import Progress, Record, check, evaluate, read
+from sparkmoe.gsm8k import GREEDY, PUBLISHED, Question, miniature
+from sparkmoe.gsm8k_run import Progress, Record, check, evaluate, read, show
 from sparkmoe.results import Run
 
 QUESTIONS = [
@@ -255,6 +258,38 @@ def test_leaving_the_loop_gives_up_the_store_and_loses_nothing(run: Run, concurr
     assert len(kept) == 7
     all_of(other, again, 40)
     assert set(again.asked) == set(range(40)) - kept
+
+
+def test_show_runs_to_the_end_and_tells_the_last_state(run: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    show(evaluate(QUESTIONS[:5], Solver({1: [sample("no idea")]}), run, arm="a", sampling=GREEDY))
+    assert "5 of 5, 80.0 % right" in capsys.readouterr().err
+    assert len(read(run, "a")) == 5
+
+
+def test_the_run_stores_own_comparison_reads_the_verdicts(tmp_path: Path) -> None:
+    runs = [Run.create(tmp_path, run_id=name) for name in ("first", "second")]
+    all_of(runs[0], Solver({1: [sample("no idea")]}))
+    all_of(runs[1], Solver({2: [sample("no idea")], 4: [dropped()]}))
+    found = compare_runs(*runs)
+    assert found.accuracy["a"]["table"] == {"both": 8, "only_base": 1, "only_new": 1, "neither": 0}
+    assert [row.metric for row in found.rows] == ["tpot_ms", "ttft_ms", "latency_ms", "completion_tokens"]
+
+
+@pytest.mark.server
+def test_a_live_server_is_asked_with_thinking_and_its_answers_are_kept(run: Run, serve: Callable[..., Engine]) -> None:
+    """Random weights never end an answer, so every one is cut off, and the run says so."""
+    engine = serve("nextn")
+    client, asked = Client(engine.url, engine.api_key), miniature("instances", 3)
+    options: dict[str, Any] = {"arm": "nextn", "sampling": replace(PUBLISHED, max_new_tokens=24)}
+    with pytest.raises(DataError, match="3 of 3 answers were cut off at the token limit"):
+        show(evaluate(asked, client, run, **options))
+    records = read(run, "nextn")
+    assert [(record.status, record.sample.completion_tokens) for record in records] == [("truncated", 24)] * 3
+    assert all(record.sample.latency_ms and record.sample.accept_length for record in records)
+    before = run.samples_path.read_bytes()
+    with pytest.raises(DataError, match="3 of 3 answers were cut off"):
+        show(evaluate(asked, client, run, **options))
+    assert run.samples_path.read_bytes() == before
 
 
 class SolvingServer(FakeServer):

@@ -14,7 +14,7 @@ import logging
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, fields, replace
 from fractions import Fraction
@@ -199,6 +199,16 @@ def evaluate(
         answers.close()
         run.close()
     check(read(run, arm, boot, asked))
+
+
+def show(progress: Iterable[Progress]) -> None:
+    """Run an evaluation to its end behind a progress bar that tells accuracy and time left."""
+    from tqdm.auto import tqdm
+
+    with tqdm(bar_format="{desc} |{bar}| {elapsed}") as bar:
+        for now in progress:
+            bar.total, bar.n = now.total, now.done
+            bar.set_description(now.text(), refresh=True)
 
 
 def read(run: Run, arm: str, boot: int = 0, questions: Sequence[Question] | None = None) -> list[Record]:
