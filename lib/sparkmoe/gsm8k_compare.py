@@ -141,12 +141,12 @@ class Comparison:
 
 
 def compare(base: Sequence[Record], new: Sequence[Record], *, margin: float = MARGIN, seed: int = 0) -> Comparison:
-    """Compare two arms on the questions that both answered; an arm against itself is the control.
+    """Compare two arms on the questions that both answered, in the base's order; an arm against itself is the control.
 
     A truncated answer is one that is not right. DataError where fewer than two questions are shared, or where a
     question was asked with another prompt or seed in the other arm."""
     arms = [{record.problem: record for record in records if record.status != "failed"} for records in (base, new)]
-    shared = sorted(arms[0].keys() & arms[1].keys())
+    shared = [key for key in arms[0] if key in arms[1]]
     if len(shared) < 2:
         raise DataError(
             f"two arms are compared on questions that both answered, at least 2: found {len(shared)}, with "
