@@ -220,6 +220,7 @@ class _Handler(BaseHTTPRequestHandler):
         if body["return_logprob"]:
             meta = {"output_token_logprobs": [[-0.5, i, None] for i in ids[start:]], **meta}
         event = {"text": "".join(map(chr, ids[start:])), "output_ids": ids[start:], "meta_info": meta}
+        event["sent_ns"] = time.perf_counter_ns()
         return ["data: " + json.dumps(event) + "\n\n"]
 
     def _chat_events(self, body: dict[str, Any], meta: dict[str, Any], ids: list[int], last: bool) -> list[str]:

@@ -12,7 +12,7 @@ from fake_server import BOS, FakeServer
 from sparkmoe.client import Client
 from sparkmoe.errors import DataError
 from sparkmoe.machine import Machine
-from sparkmoe.workload import KINDS, PUBLISHED, Prompt, Workload, jsonl, real, shape_for, shipped, synthetic
+from sparkmoe.workload import KINDS, PUBLISHED, Prompt, Workload, jsonl, miniature, real, shape_for, shipped, synthetic
 
 
 @pytest.fixture(scope="module")
@@ -68,6 +68,16 @@ def test_real_prompts_take_the_kinds_in_turn(client: Client) -> None:
         real(client, kinds=["poems"])  # type: ignore[list-item]
     with pytest.raises(DataError, match="37 prompts asked for"):
         real(client, n=37)
+
+
+def test_the_miniatures_problems_come_with_their_answers(client: Client) -> None:
+    prompts = miniature(client, n=5, split="templates", output_tokens=100)
+    assert len({p.text for p in prompts}) == 5
+    assert all(p.answer is not None and p.answer.isdigit() for p in prompts)
+    assert client.detokenize(prompts[0].token_ids) == f"<user>{prompts[0].text}"
+    assert prompts == miniature(client, n=5, split="templates", output_tokens=100)
+    with pytest.raises(DataError, match="no test split 'poems'"):
+        miniature(client, n=5, split="poems")
 
 
 def test_shipped_prompts_are_many_and_different() -> None:

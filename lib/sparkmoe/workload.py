@@ -155,6 +155,22 @@ def real(
     return prompts
 
 
+def miniature(
+    client: Client, *, n: int, split: str = "instances", seed: int = 0, output_tokens: int = 256
+) -> list[Prompt]:
+    """Arithmetic word problems of the bundled model's own kind (`nano.problems`), with their answers, to be thought
+    about. Raises DataError for an unknown split or more problems than one holds."""
+    from sparkmoe.nano import problems
+
+    prompts = []
+    for index, problem in enumerate(problems.split(split, n, seed)):
+        ids = client.render([{"role": "user", "content": problem.question}], thinking=True)
+        name, answer = f"{split}-{seed}-{index}", str(problem.result)
+        prompts.append(Prompt(name, "problem", problem.question, tuple(ids), output_tokens, answer=answer))
+    _fits(client, max(len(p.token_ids) for p in prompts), output_tokens)
+    return prompts
+
+
 def jsonl(
     client: Client, path: Path, *, n: int | None = None, output_tokens: int = 256, thinking: bool = True
 ) -> list[Prompt]:

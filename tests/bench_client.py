@@ -1,0 +1,200 @@
+"""Is the client right? Its delay against a bare socket, and its times against SGLang's own benchmark.
+
+    python tests/bench_client.py delay
+    python tests/bench_client.py sglang --recipe baseline --recipe nextn
+
+`delay` streams from a fake server in another process that puts its clock into every event (both processes read
+CLOCK_MONOTONIC), once into a socket that does nothing but `recv` and stamp, once into the client, in turns. The delay
+is what the client adds to the median time from server to stamp.
+
+`sglang` starts a real server for a recipe and measures the same prompts with `sglang.benchmark.serving` (its own
+command line, called in this process because importing it takes 20 s) and with the client, in turns. Each pair of runs
+is a unit: the interval is that of the ratio of their medians. The last line is one JSON object.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import os
+import random
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import fake_server
+from sparkmoe import stats
+from sparkmoe.client import Client, generate_body, prompt_hash
+from sparkmoe.workload import Prompt, synthetic
+
+
+@contextlib.contextmanager
+def fake_process(gap_ms: float) -> Iterator[str]:
+    """A fake server in a process of its own; gives its address."""
+    process = subprocess.Popen(
+        [sys.executable, fake_server.__file__, "--gap-ms", str(gap_ms)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    try:
+        yield process.stdout.readline().strip()
+    finally:
+        process.kill()
+        process.wait()
+
+
+def bare_delays(url: str, body: dict[str, Any]) -> list[float]:
+    """Time from server to stamp of each event, in µs, for a reader that only receives and stamps."""
+    host, port = url.removeprefix("http://").split(":")
+    payload = json.dumps(body).encode()
+    head = f"POST /generate HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(payload)}\r\nConnection: close\r\n\r\n"
+    pieces = []
+    with socket.create_connection((host, int(port))) as connection:
+        connection.sendall(head.encode() + payload)
+        while piece := connection.recv(1 << 20):
+            pieces.append((time.perf_counter_ns(), piece))
+    return _delays([(at, line) for at, piece in pieces for line in piece.split(b"\n") if line.startswith(b"data: {")])
+
+
+def client_delays(url: str, body: dict[str, Any]) -> list[float]:
+    """The same for the client."""
+    arrivals = Client(url)._stream("/generate", body, prompt_hash(""))
+    return _delays([(at, b"data: " + data) for at, data in arrivals.events()[0] if data.startswith(b"{")])
+
+
+def _delays(events: list[tuple[int, bytes]]) -> list[float]:
+    return [(at - json.loads(line[6:])["sent_ns"]) / 1e3 for at, line in events]
+
+
+def delay(runs: int = 8, tokens: int = 256, gap_ms: float = 1.0) -> dict[str, Any]:
+    """What the client adds to the median delay of an event, in µs, with its interval over pairs of runs."""
+    body = generate_body("how late?", max_new_tokens=tokens)
+    readers = {"bare": bare_delays, "client": client_delays}
+    medians: dict[str, list[float]] = {name: [] for name in readers}
+    with fake_process(gap_ms) as url:
+        for read in readers.values():  # imports and the first connection
+            read(url, body)
+        for turn in range(runs):
+            for name in sorted(readers, reverse=bool(turn % 2)):
+                found = readers[name](url, body)
+                assert len(found) >= tokens // 3, f"{name} reader saw {len(found)} events"
+                medians[name].append(statistics.median(found))
+    added = [client - bare for client, bare in zip(medians["client"], medians["bare"], strict=True)]
+    interval = stats.summarize([[value] for value in added])
+    return {
+        "bare_us": statistics.median(medians["bare"]),
+        "client_us": statistics.median(medians["client"]),
+        "added_us": interval.as_dict(),
+    }
+
+
+def official_run(url: str, api_key: str, model: Path, prompts: list[Prompt], folder: Path) -> dict[str, list[float]]:
+    """TTFT and TPOT of each request in ms, as `python -m sglang.benchmark.serving` measures them."""
+    from sglang.benchmark import serving
+
+    data, out = folder / "prompts.jsonl", folder / "official.jsonl"
+    turns = [[{"content": p.text}, {"content": "unused"}] for p in prompts]
+    data.write_text("".join(json.dumps({"conversations": turn}) + "\n" for turn in turns))
+    out.unlink(missing_ok=True)
+    options = {
+        "--backend": "sglang", "--base-url": url, "--model": model, "--dataset-name": "custom",
+        "--dataset-path": data, "--num-prompts": len(prompts), "--sharegpt-output-len": prompts[0].max_new_tokens,
+        "--max-concurrency": 1, "--warmup-requests": 1, "--output-file": out,
+    }  # fmt: skip
+    argv = ["serving", *(str(part) for option in options.items() for part in option)]
+    os.environ["OPENAI_API_KEY"] = api_key
+    before, sys.argv = sys.argv, [*argv, "--flush-cache", "--output-details", "--disable-tqdm"]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):
+            serving.cli_main()
+    finally:
+        sys.argv = before
+    found = json.loads(out.read_text())
+    wanted = [len(p.token_ids) for p in prompts]
+    assert sorted(found["input_lens"]) == sorted(wanted), "the official benchmark cut the prompts otherwise"
+    assert found["output_lens"] == [p.max_new_tokens for p in prompts]
+    # Its TPOT: from the first token to the end of the stream, over all tokens but one.
+    itls = [sum(gaps) / (n - 1) for gaps, n in zip(found["itls"], found["output_lens"], strict=True)]
+    return {
+        "ttft_ms": [1e3 * t for t in found["ttfts"]],
+        "tpot_ms": [1e3 * t for t in itls],
+        "mean_tpot_ms": [found["mean_tpot_ms"]],
+    }
+
+
+def own_run(client: Client, prompts: list[Prompt]) -> dict[str, list[float]]:
+    """The same with the client; one request to warm up, as the other does."""
+    samples = []
+    for prompt in [prompts[0], *prompts]:
+        client.flush_cache()
+        samples.append(client.generate(prompt.text, max_new_tokens=prompt.max_new_tokens, ignore_eos=True))
+    measured = samples[1:]
+    assert all(s.cached_tokens == 0 for s in measured)
+    assert [s.prompt_tokens for s in measured] == [len(p.token_ids) for p in prompts]
+    tpots = [s.tpot_ms for s in measured if s.tpot_ms]
+    return {
+        "ttft_ms": [s.ttft_ms for s in measured if s.ttft_ms],
+        "tpot_ms": tpots,
+        "mean_tpot_ms": [statistics.mean(tpots)],
+        "accept_length": [s.accept_length for s in measured if s.accept_length],
+    }
+
+
+def against_sglang(
+    recipe: str, model: Path | None, pairs: int, requests: int, shape: tuple[int, int]
+) -> dict[str, Any]:
+    """Ratio client ÷ official of the TTFT and TPOT medians, with intervals over interleaved pairs of runs."""
+    from sparkmoe.engine import Engine
+
+    runs: dict[str, list[dict[str, list[float]]]] = {"official": [], "client": []}
+    with Engine(recipe, "auto", model, show=False) as engine, tempfile.TemporaryDirectory() as folder:
+        client = engine.client()
+        prompts = synthetic(client, n=requests, input_tokens=shape[0], output_tokens=shape[1], seed=3)
+        for turn in range(pairs + 1):
+            for name in random.Random(turn).sample(sorted(runs), 2):
+                if name == "client":
+                    found = own_run(client, prompts)
+                else:
+                    found = official_run(engine.url, engine.api_key, engine.model, prompts, Path(folder))
+                if turn:  # the first pair warms up
+                    runs[name].append(found)
+    result: dict[str, Any] = {"recipe": recipe, "pairs": pairs, "requests": requests, "shape": list(shape)}
+    for metric in ("ttft_ms", "tpot_ms", "mean_tpot_ms"):
+        new, base = ([run[metric] for run in runs[name]] for name in ("client", "official"))
+        result[metric] = {
+            "client": stats.summarize(new).as_dict(),
+            "official": stats.summarize(base).as_dict(),
+            "ratio": stats.ratio(new, base, paired=True).as_dict(),
+        }
+    accepted = [value for run in runs["client"] for value in run["accept_length"]]
+    return result | {"accept_length": statistics.mean(accepted) if accepted else None}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["delay", "sglang"])
+    parser.add_argument("--recipe", action="append")
+    parser.add_argument("--model", type=Path, help="default: the machine's own model")
+    parser.add_argument("--pairs", type=int, default=6)
+    parser.add_argument("--requests", type=int, default=6)
+    parser.add_argument("--input-tokens", type=int, default=256)
+    parser.add_argument("--output-tokens", type=int, default=128)
+    options = parser.parse_args()
+    if options.what == "delay":
+        print(json.dumps(delay()))  # noqa: T201
+        return
+    shape = (options.input_tokens, options.output_tokens)
+    for recipe in options.recipe or ["baseline", "nextn"]:
+        found = against_sglang(recipe, options.model, options.pairs, options.requests, shape)
+        print(json.dumps(found), flush=True)  # noqa: T201
+
+
+if __name__ == "__main__":
+    main()
