@@ -11,14 +11,14 @@ import pytest
 from sparkmoe.checkpoint import Checkpoint, inspect
 from sparkmoe.errors import RecipeError
 from sparkmoe.machine import Machine
-from sparkmoe.recipe import EVIDENCE_ENV, FP8_HEAD_ENV, RECIPES, Recipe
+from sparkmoe.recipe import DRAFT_HEAD_ENV, EVIDENCE_ENV, FP8_HEAD_ENV, RECIPES, Recipe
 
 MACHINES = {name: Machine.named(name) for name in ("cpu", "spark", "hopper")}
 RUNNABLE = [
     (recipe, machine) for recipe in RECIPES.values() for machine in MACHINES.values() if recipe.why_not(machine) is None
 ]
 # Read by PyTorch, OpenMP or our plugin; SGLang's own registry does not know them.
-FOREIGN_ENV = {"OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE", FP8_HEAD_ENV, EVIDENCE_ENV}
+FOREIGN_ENV = {"OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE", FP8_HEAD_ENV, EVIDENCE_ENV, DRAFT_HEAD_ENV}
 
 
 def flags(recipe: Recipe, machine: Machine) -> tuple[str, ...]:

@@ -96,6 +96,58 @@ def serve(
 
 
 @app.command()
+def verify(
+    recipe: Annotated[str, typer.Argument(help="a recipe's name; its running server is taken, or one is started")],
+    model: ModelOption = None,
+    machine: MachineOption = "auto",
+) -> None:
+    """Prove that every lever of a recipe is on in a live server. Exit code 1 if one is not."""
+    from sparkmoe.engagement import examine, rows
+    from sparkmoe.engine import Engine
+
+    with Engine.attach(recipe, machine, model) as engine:
+        checks = examine(engine)
+    _print_rows(rows(checks))
+    failed = [check for check in checks if check.required and not check.ok]
+    for check in failed:
+        say(f"{check.name}: usual cause: {check.cause}")
+    answer(recipe=recipe, engaged=not failed, failed=[check.name for check in failed])
+    raise typer.Exit(1 if failed else 0)
+
+
+@app.command("hot-vocab")
+def hot_vocab(
+    out: Annotated[Path, typer.Argument(help="the map to write, a .pt file")],
+    size: Annotated[int, typer.Option(help="how many tokens the draft scores")] = 32768,
+    text: Annotated[list[Path] | None, typer.Option(help="a text file to count; may be repeated")] = None,
+    from_run: Annotated[list[Path] | None, typer.Option("--run", help="a results folder: count its answers")] = None,
+    keep: Annotated[list[int] | None, typer.Option(help="a token id to keep in any case; may be repeated")] = None,
+    model: ModelOption = None,
+    machine: MachineOption = "auto",
+) -> None:
+    """Choose the tokens that a draft scores, from texts or from a run's own answers."""
+    from itertools import chain
+
+    from tokenizers import Tokenizer
+
+    from sparkmoe import checkpoint
+    from sparkmoe import hot_vocab as hot
+    from sparkmoe.machine import Machine
+
+    folder = checkpoint.resolve(model, Machine.named(machine))
+    config = checkpoint.inspect(folder).config
+    vocabulary, ends = int(config["vocab_size"]), config.get("eos_token_id")
+    always = [*(ends if isinstance(ends, list) else [ends] if ends is not None else []), *(keep or [])]
+    tokens: list[Any] = [hot.tokens_of_run(run) for run in from_run or []]
+    if text:
+        tokens.append(hot.tokens_of_texts(text, Tokenizer.from_file(str(folder / "tokenizer.json"))))
+    chosen = hot.choose(hot.count(chain.from_iterable(tokens)), size, vocabulary, always=always)
+    hot.save(out, chosen)
+    say(f"{len(chosen.ids):,} of {vocabulary:,} tokens are {chosen.coverage:.2%} of {chosen.corpus_tokens:,} counted")
+    answer(path=str(out), rows=len(chosen.ids), coverage=chosen.coverage, corpus_tokens=chosen.corpus_tokens)
+
+
+@app.command()
 def stop() -> None:
     """Stop every server that sparkmoe started here."""
     from sparkmoe.processes import end_all
@@ -168,6 +220,16 @@ def _table(findings: list[Finding]) -> None:
         table.add_column(column, overflow="fold")
     for f in findings:
         table.add_row(f.what, {"ok": "ok", "warn": "warn", "fail": "FAIL"}[f.state], f.found, f.expected, f.advice)
+    Console(width=None if sys.stdout.isatty() else 140).print(table, markup=False)
+
+
+def _print_rows(rows: list[dict[str, str]]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(*rows[0], show_edge=False, pad_edge=False)
+    for row in rows:
+        table.add_row(*row.values())
     Console(width=None if sys.stdout.isatty() else 140).print(table, markup=False)
 
 

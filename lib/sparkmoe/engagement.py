@@ -22,6 +22,8 @@ from typing import TYPE_CHECKING, Any
 from sparkmoe.errors import NotEngaged
 
 if TYPE_CHECKING:
+    from sparkmoe.client import Client
+    from sparkmoe.engine import Engine
     from sparkmoe.recipe import Recipe
     from sparkmoe.sample import Sample
 
@@ -84,6 +86,23 @@ def read_evidence(path: Path | str) -> dict[str, Any] | None:
         return json.loads(Path(path).read_text())
     except FileNotFoundError:
         return None
+
+
+def probe(client: Client, *, max_new_tokens: int = 32) -> list[Sample]:
+    """Greedy answers to `PROBE_PROMPTS`, enough to see whether drafts are accepted."""
+    return [client.generate(p, max_new_tokens=max_new_tokens, ignore_eos=True) for p in PROBE_PROMPTS]
+
+
+def examine(engine: Engine) -> list[Check]:
+    """Probe a running server, read its evidence, and return all checks of its recipe."""
+    samples = probe(engine.client())
+    return verify(engine.recipe, read_evidence(engine.evidence_path), samples)
+
+
+def prove(engine: Engine) -> list[Check]:
+    """`examine`, or NotEngaged as from `require`."""
+    samples = probe(engine.client())
+    return require(engine.recipe, read_evidence(engine.evidence_path), samples)
 
 
 def verify(
