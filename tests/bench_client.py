@@ -27,12 +27,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import fake_server
 from sparkmoe import stats
 from sparkmoe.client import Client, generate_body, prompt_hash
+from sparkmoe.engine import Engine
 from sparkmoe.workload import Prompt, synthetic
 
 
@@ -147,15 +149,22 @@ def own_run(client: Client, prompts: list[Prompt]) -> dict[str, list[float]]:
     }
 
 
+@dataclass
+class Running:
+    """A server that somebody else started."""
+
+    url: str
+    api_key: str
+    model: Path
+
+
 def against_sglang(
-    recipe: str, model: Path | None, pairs: int, requests: int, shape: tuple[int, int]
+    server: contextlib.AbstractContextManager[Any], recipe: str, pairs: int, requests: int, shape: tuple[int, int]
 ) -> dict[str, Any]:
     """Ratio client ÷ official of the TTFT and TPOT medians, with intervals over interleaved pairs of runs."""
-    from sparkmoe.engine import Engine
-
     runs: dict[str, list[dict[str, list[float]]]] = {"official": [], "client": []}
-    with Engine(recipe, "auto", model, show=False) as engine, tempfile.TemporaryDirectory() as folder:
-        client = engine.client()
+    with server as engine, tempfile.TemporaryDirectory() as folder:
+        client = Client(engine.url, engine.api_key)
         prompts = synthetic(client, n=requests, input_tokens=shape[0], output_tokens=shape[1], seed=3)
         for turn in range(pairs + 1):
             for name in random.Random(turn).sample(sorted(runs), 2):
@@ -182,6 +191,8 @@ def main() -> None:
     parser.add_argument("what", choices=["delay", "sglang"])
     parser.add_argument("--recipe", action="append")
     parser.add_argument("--model", type=Path, help="default: the machine's own model")
+    parser.add_argument("--url", help="measure this server instead of starting one; needs --model for its tokenizer")
+    parser.add_argument("--api-key", default="")
     parser.add_argument("--pairs", type=int, default=6)
     parser.add_argument("--requests", type=int, default=6)
     parser.add_argument("--input-tokens", type=int, default=256)
@@ -192,7 +203,12 @@ def main() -> None:
         return
     shape = (options.input_tokens, options.output_tokens)
     for recipe in options.recipe or ["baseline", "nextn"]:
-        found = against_sglang(recipe, options.model, options.pairs, options.requests, shape)
+        server: contextlib.AbstractContextManager[Any]
+        if options.url:
+            server = contextlib.nullcontext(Running(options.url, options.api_key, options.model))
+        else:
+            server = Engine(recipe, "auto", options.model, show=False)
+        found = against_sglang(server, recipe, options.pairs, options.requests, shape)
         print(json.dumps(found), flush=True)  # noqa: T201
 
 

@@ -1,7 +1,7 @@
 """A bench whose engines are fake servers, so that it can be killed a hundred times.
 
 `python tests/standin.py RUN_DIR` measures 3 arms × 3 boots × 4 requests, prints a line before it begins, and goes on
-with the run that it finds there.
+with the run that it finds there. With a model folder behind it, the engines are real ones.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import Any
 
 from fake_server import Behaviour, FakeServer
 from sparkmoe.bench import bench
@@ -80,8 +81,10 @@ def main() -> None:
     with run:
         print("begun", flush=True)  # noqa: T201
         made = prompts(folder.parent)
+        model = Path(sys.argv[2]) if len(sys.argv) > 2 else None
         start = boot_with(folder / "logs", lambda recipe: Behaviour(drafts=recipe.draft_steps, gap_ms=6.0))
-        for _ in bench(run, ARMS, made, machine=MACHINE, boots=3, boot_with=start, seed=5):
+        engines: dict[str, Any] = {"model": model} if model else {"boot_with": start}
+        for _ in bench(run, ARMS, made, machine=MACHINE, boots=3, seed=5, **engines):
             pass
 
 

@@ -12,6 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 import standin
@@ -378,38 +379,51 @@ def test_show_drains_a_bench(run: Run, capsys: pytest.CaptureFixture[str]) -> No
 # ------------------------------------------------------------------------------------------------ killed, gone on
 
 
-def test_killed_at_any_moment_and_started_again_it_ends_with_the_same_samples(tmp_path: Path) -> None:
-    """Real processes, SIGKILL at random moments (seeded), until the bench is through."""
+def killed_and_whole(folder: Path, share: float, least_kills: int, *model: str) -> None:
+    """Measure once without and once with SIGKILLs at random (seeded) moments, each process living at most `share` of
+    the time that the whole takes; both must end with the same samples."""
 
-    def start(folder: Path) -> subprocess.Popen[str]:
-        command = [sys.executable, standin.__file__, str(folder)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path)
+    def start(run: Path) -> subprocess.Popen[str]:
+        command = [sys.executable, standin.__file__, str(run), *model]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         assert process.stdout is not None
         assert process.stdout.readline() == "begun\n"
         return process
 
-    whole = tmp_path / "whole"
     begun = time.monotonic()
-    assert start(whole).wait() == 0
+    assert start(folder / "whole").wait() == 0
     took_s = time.monotonic() - begun
-    wanted = sorted(map(identity, Run.open(whole).records()))
+    wanted = sorted(map(identity, Run.open(folder / "whole").records()))
     assert len(wanted) == 36
 
     rng, kept, met = random.Random(11), [], []
     while True:
-        process = start(tmp_path / "killed")
+        process = start(folder / "killed")
         try:
-            process.wait(timeout=rng.uniform(0.0, 0.15 * took_s))
+            process.wait(timeout=rng.uniform(0.0, share * took_s))
             break
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
-        records = list(Run.open(tmp_path / "killed").records())
+        records = list(Run.open(folder / "killed").records())
         assert records[: len(kept)] == kept  # what was finished stays as it is
         kept = records
         met.append(len(kept))
         assert len(met) < 80, "it makes no progress"
     assert process.returncode == 0
-    assert sorted(map(identity, Run.open(tmp_path / "killed").records())) == wanted
-    assert len(met) >= 8
-    assert len(set(met)) >= 4  # the kills met it in different places
+    assert sorted(map(identity, Run.open(folder / "killed").records())) == wanted
+    assert len(met) >= least_kills
+    assert len(set(met)) >= least_kills // 2  # the kills met it in different places
+
+
+def test_killed_at_any_moment_and_started_again_it_ends_with_the_same_samples(tmp_path: Path) -> None:
+    killed_and_whole(tmp_path, 0.15, 8)
+
+
+@pytest.mark.slow
+@pytest.mark.server
+@pytest.mark.timeout(1800)
+def test_killed_with_real_engines_it_ends_with_the_same_samples(tmp_path: Path, miniature: Path) -> None:
+    """3 arms × 3 boots of real servers, twice: about ten minutes."""
+    killed_and_whole(tmp_path, 0.5, 2, str(miniature))
+    assert not [p for p in psutil.process_iter(["cmdline"]) if str(miniature) in (p.info["cmdline"] or [])]

@@ -312,3 +312,59 @@ def test_generate_body_leaves_out_what_was_not_asked() -> None:
 def test_the_client_adds_less_than_50_us_to_a_bare_socket() -> None:
     found = bench_client.delay(runs=4, tokens=150)
     assert found["client_us"] - found["bare_us"] < 50
+
+
+# ------------------------------------------------------------------------------------------------ a real server
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("recipe", ["baseline", "nextn"])
+def test_a_real_server_over_both_endpoints(serve: Any, recipe: str) -> None:
+    """The same conversation over `/generate` and over chat: same tokens, same counts, facts from different places."""
+    c = serve(recipe).client(timeout_s=60)
+    messages = [{"role": "user", "content": "Tom has 3 apples and buys 4 more. How many are there?"}]
+    prompt = c.render(messages)
+    c.flush_cache()
+    direct = c.generate(prompt, max_new_tokens=48, ignore_eos=True, return_logprob=True)
+    c.flush_cache()
+    chat = c.chat(messages, max_new_tokens=48, ignore_eos=True)
+    for sample in (direct, chat):
+        assert sample.completion_tokens == sum(sample.chunk_tokens) == 48
+        assert sample.prompt_tokens == len(prompt)
+        assert sample.finish_reason == "length"
+        assert sample.cached_tokens == 0
+        assert sample.ttft_ms is not None
+        assert sample.latency_ms is not None
+        assert 0 < sample.ttft_ms < sample.latency_ms
+        assert sample.chunk_tokens[0] == 1
+    assert chat.token_ids == direct.token_ids
+    assert len(direct.logprobs or ()) == 48
+    if recipe == "nextn":
+        assert direct.accept_histogram == chat.accept_histogram
+        assert direct.spec_verify_ct == chat.spec_verify_ct == sum(direct.accept_histogram or ())
+        assert direct.accept_length == pytest.approx(48 / (direct.spec_verify_ct or 1))
+        assert len(direct.chunk_tokens) == (direct.spec_verify_ct or 0) + 1  # the first token comes from the prompt
+    else:
+        assert (direct.accept_histogram, chat.accept_histogram) == (None, None)
+        assert direct.chunk_tokens == (1,) * 48
+
+
+@pytest.mark.server
+def test_a_real_servers_cache_and_refusals(serve: Any) -> None:
+    engine = serve("baseline")
+    c = engine.client(timeout_s=60)
+    ids = c.tokenize("The same words are asked for twice, so that the second time they are known.", special=False)
+    messages = [{"role": "user", "content": "The same words are asked for twice."}]
+    c.flush_cache()
+    for ask in (lambda: c.generate(ids, max_new_tokens=4), lambda: c.chat(messages, max_new_tokens=4)):
+        assert ask().cached_tokens == 0
+        assert (ask().cached_tokens or 0) > 0
+    c.flush_cache()
+    assert c.generate(ids, max_new_tokens=4).cached_tokens == 0
+    limit = c.token_limit()
+    with pytest.raises(RequestFailed, match=r"status 400: .*context length") as caught:
+        c.generate([5] * (limit + 10), max_new_tokens=4)
+    assert caught.value.kind == "rejected"
+    with pytest.raises(RequestFailed, match="status 401"):
+        Client(engine.url, "wrong key").generate(ids, max_new_tokens=4)
+    assert c.detokenize(ids) == "The same words are asked for twice, so that the second time they are known."

@@ -109,8 +109,9 @@ def bench(
     """Measure every arm in `boots` boots, each prompt `repeats` times at each level of `concurrency`, into `run`.
 
     `sampling` is passed to `Client.generate` (greedy if not given). `floor_ms` is, per arm, the least time that a
-    decode step can take here. `check(server, warm_up_samples)` runs in every boot before anything is measured and may
-    raise, as `NotEngaged`. Yields a `Progress` before each boot and warm-up and after each wave of requests.
+    decode step can take here (`step_ms` of `roofline.predict` at the nominal bandwidth). In every boot
+    `check(server, warm_up_samples)` runs before anything is measured, and may raise, as `NotEngaged`. Yields a
+    `Progress` before each boot and warm-up and after each wave of requests.
 
     Raises, before the first boot: RecipeError, MachineError, DataError or StoreError for arms, concurrency or prompts
     that do not fit, or a run begun with others. Later: EngineError when a server dies; what was measured stays.
