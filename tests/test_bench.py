@@ -88,6 +88,9 @@ def test_a_bench_of_one_file_with_its_hash_and_its_plan(run: Run) -> None:
     assert manifest["prompt_hash"] == manifest["plan"]["prompt_hash"] == workload.sha256
     assert (run.path / "prompts.jsonl").read_bytes() == workload.path.read_bytes()
     assert manifest["plan"]["arms"]["nextn"]["draft_steps"] == 3
+    assert "--speculative-num-steps 3" in manifest["commands"]["nextn"]
+    assert manifest["machine"]["profile"] == "cpu"
+    assert manifest["clocks_before"]["at_unix_s"] < manifest["clocks_after"]["at_unix_s"]
     boots = [json.loads(path.read_text()) for path in (run.path / "boots").iterdir()]
     assert len(boots) == 6
     for boot in boots:

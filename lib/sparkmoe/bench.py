@@ -122,7 +122,10 @@ def bench(
         raise DataError(f"a bench needs arms with different names; found {len(arms)}, {len(recipes)} different")
     _refuse_impossible(recipes.values(), workload, machine, boots, repeats, concurrency)
     plan = {"arms": recipes, "boots": boots, "repeats": repeats, "concurrency": list(concurrency), "seed": seed}
-    _same_plan(run, plan | {"sampling": sampling, "prompt_hash": workload.sha256}, workload)
+    folder = Path(model or machine.default_model or "MODEL")
+    commands = {name: recipe.command(machine, model=folder, port=0).shell() for name, recipe in recipes.items()}
+    conditions = {"machine": machine, "model": folder, "commands": commands, "seeds": {"bench": seed}}
+    _same_plan(run, plan | {"sampling": sampling, "prompt_hash": workload.sha256}, conditions, workload)
 
     def boot_engine(recipe: Recipe) -> AbstractContextManager[Server]:
         return Engine(recipe, machine, model, log_dir=run.folder("logs"), show=False)
@@ -140,6 +143,7 @@ def bench(
         one = _Boot(run, recipes[arm], boot, done, machine, sampling, timeout_s, floor, check, boot_with or boot_engine)
         for doing in one.measure(waves, pace):
             yield Progress(len(done), total, arm, boot, doing, pace.left_s())
+    run.update(clocks_after=clocks())
 
 
 def show(progress: Iterable[Progress]) -> None:
@@ -310,13 +314,13 @@ def _refuse_impossible(
         recipe.require(machine)
 
 
-def _same_plan(run: Run, plan: Mapping[str, Any], workload: Workload) -> None:
-    """Write the plan and the prompts into a new run; refuse to go on with a run that was begun with others."""
+def _same_plan(run: Run, plan: Mapping[str, Any], conditions: Mapping[str, Any], workload: Workload) -> None:
+    """Write plan, conditions and prompts into a new run; refuse to go on with a run that was begun with another plan."""
     wanted = json.loads(json.dumps(jsonable(plan)))
     begun = run.manifest.get("plan")
     if begun is None:
         Workload.write(workload, run.path / "prompts.jsonl")
-        run.update(plan=wanted, prompt_hash=workload.sha256)
+        run.update(plan=wanted, prompt_hash=workload.sha256, **conditions)
     elif begun != wanted:
         differing = [key for key in wanted if begun.get(key) != wanted[key]]
         raise StoreError(f"{run.path} was begun with another {', '.join(differing)}; start a new run for these")
