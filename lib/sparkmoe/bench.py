@@ -315,7 +315,7 @@ def _refuse_impossible(
 
 
 def _same_plan(run: Run, plan: Mapping[str, Any], conditions: Mapping[str, Any], workload: Workload) -> None:
-    """Write plan, conditions and prompts into a new run; refuse to go on with a run that was begun with another plan."""
+    """Write plan, conditions and prompts into a new run; refuse to go on with a run begun with another plan."""
     wanted = json.loads(json.dumps(jsonable(plan)))
     begun = run.manifest.get("plan")
     if begun is None:
