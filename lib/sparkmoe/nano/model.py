@@ -108,13 +108,18 @@ class LingConfig:
         return (limits[layer] or None) if limits and layer < len(limits) else None
 
 
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    y = x.float()
+    return (y * torch.rsqrt(y.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+
+
 class RMSNorm(nn.Module):
     def __init__(self, dim: int, eps: float) -> None:
         super().__init__()
         self.weight, self.eps = nn.Parameter(torch.ones(dim)), eps
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x.float(), x.shape[-1:], self.weight.float(), self.eps).to(x.dtype)
+        return rms_norm(x, self.weight, self.eps)
 
 
 def linear(n_in: int, n_out: int) -> nn.Linear:
@@ -197,20 +202,40 @@ def kda_chunked(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, chunk:
     return torch.cat(out, 2)[:, :, :T]
 
 
-class ShortConv(nn.Module):
-    """Depthwise causal convolution, then SiLU, in FP32. [B, T, C] -> [B, T, C]."""
+def short_conv(x: Tensor, weight: Tensor) -> Tensor:
+    """Depthwise causal convolution, then SiLU, in FP32. x: [B, T, C]; weight: [C, 1, width] -> [B, T, C]."""
+    width, T = weight.shape[-1], x.shape[1]
+    x, w = F.pad(x.float(), (0, 0, width - 1, 0)), weight.float()
+    acc = x[:, :T] * w[:, 0, 0]
+    for j in range(1, width):
+        acc = acc + x[:, j : j + T] * w[:, 0, j]
+    return F.silu(acc)
 
+
+def kda_mix(qkv: tuple[Tensor, ...], conv: tuple[Tensor, ...], f: Tensor, beta: Tensor, gate: Tensor,
+            A_log: Tensor, dt_bias: Tensor, norm: Tensor, bound: float | None) -> Tensor:  # fmt: skip
+    """What KDA does between its projections: convolution, norm, decay, delta rule, gated norm. All in FP32.
+
+    qkv, f, gate: [B, T, P] with P = H * K; conv: three [P, 1, width]; beta: [B, T, H]; A_log: [H]; dt_bias: [P];
+    norm: [K], whose eps SGLang fixes at 1e-6. -> [B, T, P]
+    """
+    H = beta.shape[-1]
+    q, k, v = (short_conv(x, w).unflatten(-1, (H, -1)).transpose(1, 2) for x, w in zip(qkv, conv, strict=True))
+    q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
+    q = q * q.shape[-1] ** -0.5
+    raw = (f.float() + dt_bias).unflatten(-1, (H, -1)).transpose(1, 2)
+    rate, b = A_log.float().exp()[:, None, None], beta.float().sigmoid().transpose(1, 2)
+    if bound is None:
+        o = kda_recurrent(q, k, v, -rate * F.softplus(raw), b)
+    else:
+        o = kda_chunked(q, k, v, bound * torch.sigmoid(rate * raw), b)
+    return rms_norm(o, norm, 1e-6).transpose(1, 2).flatten(2) * gate.float().sigmoid()
+
+
+class ShortConv(nn.Module):
     def __init__(self, channels: int, width: int) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(channels, 1, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        width, T = self.weight.shape[-1], x.shape[1]
-        x, w = F.pad(x.float(), (0, 0, width - 1, 0)), self.weight.float()
-        acc = x[:, :T] * w[:, 0, 0]
-        for j in range(1, width):
-            acc = acc + x[:, j : j + T] * w[:, 0, j]
-        return F.silu(acc)
 
 
 class KDA(nn.Module):
@@ -235,30 +260,19 @@ class KDA(nn.Module):
         self.b_proj = linear(c.hidden_size, self.heads)
         self.A_log = nn.Parameter(torch.empty(self.heads))
         self.dt_bias = nn.Parameter(torch.empty(P))
-        self.o_norm = RMSNorm(self.dim, 1e-6)  # SGLang fixes this eps; rms_norm_eps does not reach it
+        self.o_norm = RMSNorm(self.dim, 1e-6)
         self.dense = linear(P, c.hidden_size)
-
-    def _split(self, x: Tensor) -> Tensor:
-        return x.unflatten(-1, (self.heads, self.dim)).transpose(1, 2).float()
 
     def forward(self, x: Tensor) -> Tensor:
         """[B, T, D] -> [B, T, D]."""
-        q = self._split(self.q_conv1d(self.q_proj(x)))
-        k = self._split(self.k_conv1d(self.k_proj(x)))
-        v = self._split(self.v_conv1d(self.v_proj(x)))
+        qkv = self.q_proj(x), self.k_proj(x), self.v_proj(x)
+        conv = self.q_conv1d.weight, self.k_conv1d.weight, self.v_conv1d.weight
         f = self.f_b_proj(self.f_a_proj(x)) if self.lora else self.f_proj(x)
         gate = self.g_b_proj(self.g_a_proj(x)) if self.lora else self.g_proj(x)
-        beta = self.b_proj(x).float().sigmoid().transpose(1, 2)
+        beta = self.b_proj(x)
         with torch.autocast(x.device.type, enabled=False):
-            q, k = (t * torch.rsqrt(t.square().sum(-1, keepdim=True) + 1e-6) for t in (q, k))
-            q = q * self.dim**-0.5
-            raw, A = self._split(f.float() + self.dt_bias), self.A_log.float().exp()[:, None, None]
-            if self.bound is None:
-                o = kda_recurrent(q, k, v, -A * F.softplus(raw), beta)
-            else:
-                o = kda_chunked(q, k, v, self.bound * torch.sigmoid(A * raw), beta)
-            o = self.o_norm(o) * self._split(gate).sigmoid()
-        return self.dense(o.transpose(1, 2).flatten(2).to(x.dtype))
+            o = kda_mix(qkv, conv, f, beta, gate, self.A_log, self.dt_bias, self.o_norm.weight, self.bound)
+        return self.dense(o.to(x.dtype))
 
 
 # ---------------------------------------------------------------------------------------------------- MLA
@@ -377,6 +391,12 @@ class Router(nn.Module):
         return violation
 
 
+def weighted_swiglu(gate: Tensor, up: Tensor, weights: Tensor, limit: float | None) -> Tensor:
+    """gate, up: [N, E * inter]; weights: [N, E], one for each expert's `inter` columns -> [N, E * inter]."""
+    act = swiglu(gate, up, limit).unflatten(-1, (weights.shape[1], -1))
+    return (act * weights.to(gate.dtype).unsqueeze(-1)).flatten(1)
+
+
 class Experts(nn.Module):
     """All routed experts in three products over stacked matrices; an expert that was not chosen gets weight 0.
 
@@ -394,9 +414,9 @@ class Experts(nn.Module):
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
         """x: [N, D]; weights: [N, E] -> [N, D]."""
-        gate, up = F.linear(x, self.gate_proj.flatten(0, 1)), F.linear(x, self.up_proj.flatten(0, 1))  # [N, E * inter]
-        act = swiglu(gate, up, self.limit).unflatten(-1, (weights.shape[1], -1)) * weights.to(gate.dtype).unsqueeze(-1)
-        return F.linear(act.flatten(1), self.down_proj.transpose(0, 1).flatten(1))
+        gate, up = F.linear(x, self.gate_proj.flatten(0, 1)), F.linear(x, self.up_proj.flatten(0, 1))
+        act = weighted_swiglu(gate, up, weights, self.limit)
+        return F.linear(act, self.down_proj.transpose(0, 1).flatten(1))
 
 
 class MoE(nn.Module):
