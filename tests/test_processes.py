@@ -84,7 +84,8 @@ def owner() -> Iterator[subprocess.Popen[bytes]]:
 
 def test_a_group_is_found_whole_and_ended_politely() -> None:
     child = subprocess.Popen([sys.executable, "-c", TREE], start_new_session=True, stdout=subprocess.PIPE)
-    assert child.stdout and child.stdout.readline() == b"up\n"
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"up\n"
     assert len(group(child.pid)) == 3
     assert end_group(child.pid, grace_s=0.3)
     assert group(child.pid) == []
@@ -95,7 +96,8 @@ def test_a_stubborn_group_is_killed_and_no_other() -> None:
     bystander = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
     argv = [sys.executable, "-c", TREE, "stubborn"]
     child = subprocess.Popen(argv, start_new_session=True, stdout=subprocess.PIPE)
-    assert child.stdout and child.stdout.readline() == b"up\n"
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"up\n"
     begun = time.monotonic()
     assert end_group(child.pid, grace_s=0.5)
     assert 0.5 <= time.monotonic() - begun < 5.0
@@ -199,7 +201,7 @@ def test_records_are_private_and_damaged_ones_removed() -> None:
 def test_an_unwritable_home_is_one_sentence(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPARKMOE_HOME", str(tmp_path / "file"))
-    with pytest.raises(MachineError, match="cannot write .*set SPARKMOE_HOME"):
+    with pytest.raises(MachineError, match=r"cannot write .*set SPARKMOE_HOME"):
         servers()
     monkeypatch.setenv("SPARKMOE_HOME", str(tmp_path))
 

@@ -251,14 +251,14 @@ class Engine:
                 if dead:
                     raise self._died(here)
                 if time.monotonic() - begun > self.deadline_s:
-                    raise self._silent(here)
+                    raise self._silent(f"stage “{here.stage}”")
                 time.sleep(_POLL_S)
         try:
             self._prove(self.deadline_s - (time.monotonic() - begun))
-        except EngineError:
+        except EngineError as error:
             time.sleep(2 * _POLL_S)
             dead = self._supervisor is not None and self._supervisor.poll() is not None
-            raise (self._died(here) if dead else self._silent(here)) from None
+            raise (self._died(here) if dead else self._silent(str(error))) from None
         self.ready_s = time.monotonic() - begun
         record = self.record.refresh()
         record.ready = True
@@ -269,7 +269,7 @@ class Engine:
         """A real token, or EngineError."""
         sample = self.client(timeout_s=max(timeout_s, 1.0)).generate("1 + 1 =", max_new_tokens=4, ignore_eos=True)
         if sample.completion_tokens < 1:
-            raise EngineError(f"the server at {self.url} answered without a token: {sample.error or 'empty answer'}")
+            raise EngineError(sample.error or "an answer without a token")
 
     def _died(self, here: Progress) -> EngineError:
         lines = self._log_lines()
@@ -281,12 +281,12 @@ class Engine:
             f"Log: {self.log_path}. Its last words:{heard or ' none'}"
         )
 
-    def _silent(self, here: Progress) -> EngineError:
+    def _silent(self, why: str) -> EngineError:
         lines = self._log_lines()
         heard = "".join(f"\n  | {line}" for line in last_words(lines, 3))
         return EngineError(
             f"the server of recipe {self.recipe.name} is alive but gave no token within {self.deadline_s:.0f} s "
-            f"(stage “{here.stage}”); it was stopped. Log: {self.log_path}. Its last words:{heard or ' none'}"
+            f"({why}); it was stopped. Log: {self.log_path}. Its last words:{heard or ' none'}"
         )
 
     def _log_lines(self, tail_bytes: int = 65536) -> list[str]:
@@ -317,12 +317,12 @@ class Engine:
         self._record = None
         if left := record.members():
             raise EngineError(f"{len(left)} processes of the server survived SIGKILL: {[p.pid for p in left]}")
-        if held and not _until(lambda: psutil.virtual_memory().available >= before + held // 2, 10.0):
+        if held > GIB // 2 and not _until(lambda: psutil.virtual_memory().available >= before + held // 2, 10.0):
             logger.warning("the server is gone, but %.1f GiB of its memory have not come back", held / GIB)
 
 
 def server_environment(inherited: Any) -> dict[str, str]:
-    """The caller's environment without `SGLANG_*` and our own: what a shell happens to hold must not change a server."""
+    """The caller's environment without `SGLANG_*` and our own: what a shell holds must not change a measured server."""
     ours = {name for name in inherited if name.startswith("SPARKMOE_") and name != "SPARKMOE_HOME"}
     dropped = sorted(ours | {name for name in inherited if name.startswith(("SGLANG_", "SGL_"))})
     if dropped:

@@ -233,8 +233,8 @@ def group(pgid: int) -> list[psutil.Process]:
 
 
 def end_group(pgid: int, *, grace_s: float, wait_s: float = 10.0) -> bool:
-    """SIGTERM to the leader, who ends its children; once it is gone or `grace_s` is over, SIGKILL to what is left of the
-    group and to nothing else. True once the group is empty."""
+    """SIGTERM to the leader, who ends its children; once it is gone or `grace_s` is over, SIGKILL to what is left of
+    the group and to nothing else. True once the group is empty."""
     if grace_s > 0:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pgid, signal.SIGTERM)
