@@ -1,8 +1,8 @@
 """What a loaded model really is: MoE runners, clamps, heads and graphs, read from the objects that will be executed.
-
-A flag says what somebody wanted. Between the flag and the kernel stand SGLang's own defaults, fallbacks and overrides,
-so nothing here looks at an argument: the runner's class is asked of the layer, its formats of the tensors and the
-kernel's metadata, the draft's head is compared with the target's by identity. Everything returned is plain JSON.
+ A flag says what somebody wanted. Between the flag and the kernel stand SGLang's own defaults, fallbacks and
+overrides, so nothing here looks at an argument: the runner's class is asked of the layer, its formats of the tensors
+and the kernel's metadata, the draft's head is compared with the target's by identity. Everything returned is plain
+JSON.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import torch
 from sparkmoe.sglang_plugin import hooks, humming_clamp
 from sparkmoe.sglang_plugin.fp8_lm_head import E4M3, Fp8HeadMethod
 
-CPU_EXPERTS = ("moe_forward_native", "UnquantizedFusedMoEMethod.forward_cpu")
-"""Endings of the names that the CPU platform hooks to make SGLang's own CPU experts honour limit and scaling."""
+CPU_NETWORK = "torch_cpu_network"
+"""Where the CPU platform hangs the layers that it runs in place of SGLang's."""
 
 
 def dtype_name(dtype: Any) -> str:
@@ -35,12 +35,20 @@ def moe_layers(model: torch.nn.Module) -> Iterator[tuple[str, Any]]:
             yield name, module
 
 
-def moe(model: torch.nn.Module) -> list[dict[str, Any]]:
+def moe(model: Any) -> list[dict[str, Any]]:
     """One record per routed-expert layer, in order."""
-    return [moe_layer(name, layer) for name, layer in moe_layers(model)]
+    on_cpu = cpu_experts(model)
+    return [moe_layer(name, layer, on_cpu) for name, layer in moe_layers(model)]
 
 
-def moe_layer(name: str, layer: Any) -> dict[str, Any]:
+def cpu_experts(model: Any) -> dict[int, Any]:
+    """The CPU platform's own experts by the address of their weights, which they share with SGLang's layers."""
+    network = getattr(getattr(model, "model", None), CPU_NETWORK, None)
+    found = [getattr(block.mlp, "experts", None) for block in network.blocks] if network is not None else []
+    return {experts.w13.data_ptr(): experts for experts in found if experts is not None}
+
+
+def moe_layer(name: str, layer: Any, on_cpu: dict[int, Any]) -> dict[str, Any]:
     method, config = layer.quant_method, layer.moe_runner_config
     weights = {key: p for key, p in layer.named_parameters(recurse=False) if key.startswith(("w13_", "w2_"))}
     metas = getattr(layer, "humming_metas", None)
@@ -67,7 +75,7 @@ def moe_layer(name: str, layer: Any) -> dict[str, Any]:
         **formats,
         "weight_bytes": tensor_bytes(*weights.values()),
         "limit": limit,
-        "clamp": clamp_in_force(runner, method, limit) if limit is not None else None,
+        "clamp": clamp_in_force(runner, layer, limit, on_cpu) if limit is not None else None,
         "routed_scaling_factor": config.routed_scaling_factor,
     }
 
@@ -86,8 +94,9 @@ def _activation_dtype(method: Any, config: Any, stored: torch.Tensor | None) -> 
     return dtype_name(config.params_dtype)
 
 
-def clamp_in_force(runner: str | None, method: Any, limit: float) -> float | None:
+def clamp_in_force(runner: str | None, layer: Any, limit: float, on_cpu: dict[int, Any]) -> float | None:
     """The limit that this layer's runner applies after SiLU, None if it drops it."""
+    method = layer.quant_method
     if runner == "humming":
         target = humming_clamp.HUMMING_CORE + ".apply_activation"
         return limit if _hooked_or_not_needed(target) else None
@@ -100,7 +109,7 @@ def clamp_in_force(runner: str | None, method: Any, limit: float) -> float | Non
         held = getattr(method, "_swiglu_limit_tensor", None)
         return float(held.max()) if getattr(method, "_use_swiglu_step", False) and held is not None else None
     if runner == "native":
-        return limit if any(h.target.endswith(CPU_EXPERTS) for h in hooks.registered()) else None
+        return getattr(on_cpu.get(layer.w13_weight.data_ptr()), "limit", None)
     return None
 
 
