@@ -65,9 +65,7 @@ def test_replace_around_after_reach_their_targets(upstream):
     def make(result, n):
         return result + 100
 
-    hooks.register(
-        [hook("scale", scale), hook("Worker.run", run, Kind.AROUND), hook("Worker.make", make, Kind.AFTER)]
-    )
+    hooks.register([hook("scale", scale), hook("Worker.run", run, Kind.AROUND), hook("Worker.make", make, Kind.AFTER)])
     with pytest.raises(SystemExit, match="scale is not hooked"):
         hooks.check_applied()  # SGLang has not patched yet
     apply()

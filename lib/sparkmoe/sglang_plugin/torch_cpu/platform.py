@@ -36,7 +36,13 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
         return extend_cache_locs
 
     def get_torch_profiler_activity_str(self) -> str:
-        return "CPU"
+        """A name of its own: SGLang adds an activity of this name to the CPU's, which is all there is to trace."""
+        return "TORCH_CPU"
 
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
         return torch.profiler.ProfilerActivity.CPU
+
+    def post_load_model(self, model: torch.nn.Module) -> None:
+        from sparkmoe.sglang_plugin.torch_cpu.model import prepare
+
+        prepare(model)

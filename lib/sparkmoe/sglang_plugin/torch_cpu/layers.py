@@ -1,0 +1,282 @@
+"""The layers of Ling-3.0 as straight functions over prepared weights.
+ SGLang's own modules reach the same results through layer boundaries, dispatchers and kernel wrappers that pay off on
+a GPU, where Python runs ahead of the device. On the CPU that machinery was nine tenths of a decode step. Each class
+here is built once from a loaded SGLang module, whose tensors it shares wherever it can; what is folded at load
+(queries into the latent space, the softmax scale, KDA's low-rank pairs) is folded in FP32. `Pass` holds what all
+layers of one forward pass need.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparkmoe.sglang_plugin.torch_cpu import kda
+from sparkmoe.sglang_plugin.torch_cpu.attention import Rows, latent_attention
+from sparkmoe.sglang_plugin.torch_cpu.moe import Experts, Router
+from sparkmoe.sglang_plugin.torch_cpu.ops import (
+    l2_normalize,
+    rms_norm,
+    rms_norm_gated,
+    rotary_table,
+    rotate,
+    short_conv,
+    swiglu,
+)
+
+
+@dataclass
+class Pass:
+    """One forward pass: which rows belong to which request and where their state lives.
+
+    `verify` is the number of drafted tokens per request, or 0; `decode` says that every request has one token.
+    `state_slots` are the rows of the recurrent-state pool, one per request; `drafted` collects what `replay` needs,
+    one entry per KDA layer.
+    """
+
+    rows: list[Rows]
+    positions: Tensor
+    out_slots: Tensor
+    kv_pool: Any
+    state_pool: Any = None
+    state_slots: list[int] = field(default_factory=list)
+    decode: bool = False
+    verify: int = 0
+    drafted: list[Drafted] = field(default_factory=list)
+    angles: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """What one KDA layer remembers of a verified batch: keys, writes and cumulative log decay, each [B, H, T, *], and
+    the
+    convolution's inputs [B, width − 1 + T, C]."""
+
+    k: Tensor
+    u: Tensor
+    total: Tensor
+    window: Tensor
+
+
+class KdaLayer:
+    """Kimi Delta Attention. [N, D] normed → [N, D]."""
+
+    def __init__(self, module: Any) -> None:
+        self.layer_id: int = module.layer_idx
+        self.heads, self.size = module.local_num_heads, module.head_dim
+        width = self.heads * self.size
+        if module.no_kda_lora:
+            self.weight = module.fused_qkvbfg_proj.weight.data
+            self.order = [3 * width, self.heads, width, width]  # qkv, beta, forget, output gate
+            if not module.fuse_no_lora_beta:
+                raise NotImplementedError("torch_cpu: quantized KDA projections")
+        else:
+            qkvb, low = module.fused_qkvbfg_a_proj.weight.data.split([3 * width + self.heads, 2 * self.size])
+            forget, gate = torch.bmm(module.fused_fg_b_proj.weight.data.float(), low.float().view(2, self.size, -1)).to(
+                qkvb.dtype
+            )
+            self.weight = torch.cat([qkvb, forget, gate])
+            self.order = [3 * width, self.heads, width, width]
+        self.conv_weight = module.qkv_conv1d.weight.data.squeeze(1).float().t().contiguous()  # [taps, 3 H K]
+        self.lower_bound: float | None = module.lower_bound
+        self.a = module.A_log.data.float().exp().flatten().repeat_interleave(self.size)
+        self.a_bias = self.a * module.dt_bias.data.float()
+        self.norm_weight, self.norm_eps = module.o_norm.weight.data.float(), module.o_norm.eps
+        self.out_weight = module.o_proj.weight.data
+        self.scale = self.size**-0.5
+        self._pool: Any = None
+
+    def states(self, pool: Any) -> tuple[Tensor, Tensor]:
+        """This layer's part of the pool: convolution inputs [slots, taps − 1, 3 H K] and S [slots, H, V, K]."""
+        if self._pool is not pool:
+            cache = pool.mamba2_layer_cache(self.layer_id)
+            self._pool, self._conv, self._state = pool, cache.conv[0], cache.temporal
+        return self._conv, self._state
+
+    def __call__(self, x: Tensor, p: Pass) -> Tensor:
+        qkv, beta, forget, gate = F.linear(x, self.weight).split(self.order, -1)
+        g = kda.log_decay(forget.float(), self.a, self.a_bias, self.lower_bound)
+        beta = beta.float().sigmoid()
+        mix = self._short if p.decode or p.verify else self._prompts
+        out = mix(qkv.float(), g, beta, p)
+        out = rms_norm_gated(out, gate.unflatten(-1, (self.heads, self.size)), self.norm_weight, self.norm_eps)
+        return F.linear(out.flatten(1).to(x.dtype), self.out_weight)
+
+    def _short(self, qkv: Tensor, g: Tensor, beta: Tensor, p: Pass) -> Tensor:
+        """Every request has the same few tokens. qkv: [B·T, 3 H K] → [B·T, H, V]."""
+        conv_pool, state_pool = self.states(p.state_pool)
+        batch, length = len(p.state_slots), p.verify or 1
+        alone = slice(p.state_slots[0], p.state_slots[0] + 1) if batch == 1 else p.state_slots
+        window = torch.cat([conv_pool[alone], qkv.view(batch, length, -1)], 1)
+        mixed = short_conv(window, self.conv_weight, length).view(batch, length, 3, self.heads, self.size)
+        qk = l2_normalize(mixed[:, :, :2])
+        q, k, v = qk[:, :, 0] * self.scale, qk[:, :, 1], mixed[:, :, 2]
+        g = g.view(batch, length, self.heads, self.size)
+        beta = beta.view(batch, length, self.heads)
+        state = state_pool[alone]
+        if not p.verify:
+            out = kda.step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
+            conv_pool[alone] = window[:, 1:]
+            if batch > 1:
+                state_pool[alone] = state
+            return out
+        q, k, v, g = (t.transpose(1, 2) for t in (q, k, v, g))
+        out, u, total = kda.verify(q, k, v, g, beta.transpose(1, 2), state)
+        p.drafted.append(Drafted(k, u, total, window))
+        return out.transpose(1, 2).flatten(0, 1)
+
+    def _prompts(self, qkv: Tensor, g: Tensor, beta: Tensor, p: Pass) -> Tensor:
+        """Whole prompts or parts of them, one request after the other."""
+        conv_pool, state_pool = self.states(p.state_pool)
+        taps = self.conv_weight.shape[0]
+        out = qkv.new_empty(qkv.shape[0], self.heads, self.size)
+        for row, slot in zip(p.rows, p.state_slots, strict=True):
+            span = slice(row.start, row.stop)
+            if row.prefix:
+                before, state = conv_pool[slot].float(), state_pool[slot].float()
+            else:
+                before = qkv.new_zeros(taps - 1, qkv.shape[1])
+                state = qkv.new_zeros(self.heads, self.size, self.size)
+            window = torch.cat([before, qkv[span]])
+            mixed = short_conv(window[None], self.conv_weight, row.stop - row.start)[0]
+            mixed = mixed.view(-1, 3, self.heads, self.size).permute(1, 2, 0, 3)  # [3, H, T, K]
+            qk = l2_normalize(mixed[:2])
+            result, state = kda.chunked(
+                qk[0] * self.scale,
+                qk[1],
+                mixed[2],
+                g[span].view(-1, self.heads, self.size).transpose(0, 1),
+                beta[span].t(),
+                state,
+                self.lower_bound is not None,
+            )
+            out[span] = result.transpose(0, 1)
+            conv_pool[slot] = window[-(taps - 1) :]
+            state_pool[slot] = state
+        return out
+
+
+class MlaLayer:
+    """Multi-head latent attention with the queries absorbed into the latent space at load. [N, D] normed → [N, D]."""
+
+    def __init__(self, module: Any) -> None:
+        self.layer_id: int = module.layer_id
+        self.heads, self.latent, self.rope = module.num_local_heads, module.kv_lora_rank, module.qk_rope_head_dim
+        self.kind: str | None = module.gated_attention_proj_granularity_type
+        self.lora = module.q_lora_rank
+        if self.lora is not None:
+            down, latent = module.fused_qkv_a_proj_with_mqa.weight.data.split([self.lora, self.latent + self.rope])
+            self.query_norm = module.q_a_layernorm
+            query = module.q_b_proj.weight.data
+        else:
+            down, latent = None, module.kv_a_proj_with_mqa.weight.data
+            query = module.q_proj.weight.data
+        absorbed = self._absorbed(query, module).to(query.dtype)
+        if module.rotary_emb is not None and module.rotary_emb.is_neox_style:
+            raise NotImplementedError("torch_cpu: rotary halves instead of interleaved pairs")
+        self.up_weight = absorbed if self.lora is not None else None
+        gate = [module.g_proj.weight.data] if module.g_proj is not None else []
+        first = absorbed if down is None else down
+        self.weight = torch.cat([first, latent, *gate])
+        self.order = [first.shape[0], self.latent, self.rope, *(w.shape[0] for w in gate)]
+        self.norm_weight, self.norm_eps = _norm(module.kv_a_layernorm)
+        self.value_weight = module.w_vc.data  # [H, C, v]
+        self.out_weight = module.o_proj.weight.data
+        self.rotary = None if module.rotary_emb is None else module.rotary_emb.cos_sin_cache
+        self._pool: Any = None
+
+    def _absorbed(self, query: Tensor, module: Any) -> Tensor:
+        """Rows of the query projection, times the softmax scale: [H·(C + R), in]; scores are then plain products."""
+        per_head = query.float().view(self.heads, -1, query.shape[1])
+        nope, rope = per_head.split([module.qk_nope_head_dim, self.rope], 1)
+        latent = torch.bmm(module.w_kc.data.float().transpose(1, 2), nope)
+        return torch.cat([latent, rope], 1).flatten(0, 1).mul_(module.scaling)
+
+    def cache(self, pool: Any) -> Tensor:
+        """This layer's latent cache, [slots, C + R]."""
+        if self._pool is not pool:
+            self._pool, self._cache = pool, pool.get_key_buffer(self.layer_id).squeeze(1)
+        return self._cache
+
+    def __call__(self, x: Tensor, p: Pass) -> Tensor:
+        query, latent, key_rope, *gate = F.linear(x, self.weight).split(self.order, -1)
+        if self.up_weight is not None:
+            query = F.linear(rms_norm(query, *_norm(self.query_norm)), self.up_weight)
+        query = query.view(-1, self.heads, self.latent + self.rope)
+        latent = rms_norm(latent, self.norm_weight, self.norm_eps)
+        if p.angles is not None:
+            both = torch.cat([query[:, :, self.latent :], key_rope.unsqueeze(1)], 1)
+            both = rotate(both, p.angles)
+            query = torch.cat([query[:, :, : self.latent], both[:, :-1]], -1)
+            key_rope = both[:, -1]
+        cache = self.cache(p.kv_pool)
+        cache.index_copy_(0, p.out_slots, torch.cat([latent, key_rope], -1).to(cache.dtype))
+        seen = latent_attention(query, cache, p.rows, self.latent)
+        out = torch.bmm(seen.transpose(0, 1), self.value_weight).transpose(0, 1)  # [N, H, v]
+        if gate:
+            weight = gate[0].float().sigmoid_().to(x.dtype)
+            out = out * (weight.unsqueeze(-1) if self.kind == "head_wise" else weight.view(out.shape))
+        return F.linear(out.reshape(x.shape[0], -1), self.out_weight)
+
+
+class Mlp:
+    """Dense or shared SwiGLU feed-forward. [N, D] → [N, D]."""
+
+    def __init__(self, module: Any) -> None:
+        self.up, self.down = module.gate_up_proj.weight.data, module.down_proj.weight.data
+        self.limit: float | None = module.swiglu_limit
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return F.linear(swiglu(F.linear(x, self.up), self.limit), self.down)
+
+
+class SparseMlp:
+    """Routed experts and the shared one. [N, D] → [N, D]."""
+
+    def __init__(self, module: Any) -> None:
+        if module.multi_gate or module.num_fused_shared_experts:
+            raise NotImplementedError("torch_cpu: one router per modality, fused shared experts")
+        self.router = Router(
+            weight=module.gate.weight.data,
+            bias=None if module.gate.expert_bias is None else module.gate.expert_bias.data,
+            top_k=module.top_k,
+            groups=(module.num_expert_group or 1, module.topk_group or 1),
+            normalize=module.norm_expert_prob,
+            scale=1.0 if module.routed_scaling_factor is None else float(module.routed_scaling_factor),
+        )
+        experts = module.experts
+        self.experts = Experts(experts.w13_weight.data, experts.w2_weight.data, module.expert_swiglu_limit)
+        self.shared = Mlp(module.shared_experts) if module.shared_experts is not None else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        out = self.experts(x, *self.router(x))
+        return out if self.shared is None else out.add_(self.shared(x))
+
+
+class Block:
+    """One decoder layer on the residual stream. [N, D] → [N, D]; the input may be overwritten."""
+
+    def __init__(self, layer: Any) -> None:
+        self.mixer = KdaLayer(layer.attention) if layer.attention_type == 0 else MlaLayer(layer.attention)
+        self.mlp = SparseMlp(layer.mlp) if layer.is_layer_sparse else Mlp(layer.mlp)
+        self.norms = _norm(layer.input_layernorm), _norm(layer.post_attention_layernorm)
+
+    def __call__(self, x: Tensor, p: Pass) -> Tensor:
+        x = x.add_(self.mixer(rms_norm(x, *self.norms[0]), p))
+        return x.add_(self.mlp(rms_norm(x, *self.norms[1])))
+
+
+def rotary_of(blocks: list[Block]) -> Tensor | None:
+    """The rotary table that all MLA layers of a model share, complex [positions, R / 2]; None without rotation."""
+    for block in blocks:
+        if isinstance(block.mixer, MlaLayer):
+            return None if block.mixer.rotary is None else rotary_table(block.mixer.rotary)
+    return None
+
+
+def _norm(module: Any) -> tuple[Tensor, float]:
+    return module.weight.data, module.variance_epsilon

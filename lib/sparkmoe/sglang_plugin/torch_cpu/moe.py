@@ -1,0 +1,116 @@
+"""Router and experts on the CPU.
+ SGLang's own CPU path forgets two things that Ling-3.0 needs: the factor on the routed experts' sum (2.5) and the
+limit inside their SwiGLU. Both are applied here. How the experts are computed depends on how many tokens there are:
+
+- one token: k matrix-vector products, nothing is gathered or copied;
+- a few tokens (verification, small batches) that together want most experts anyway: all experts as one batched
+product, which
+  reads each weight once and needs no sorting;
+- many tokens: sorted by expert, one matrix product per expert.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from sparkmoe.sglang_plugin.torch_cpu.ops import swiglu
+
+_DENSE_TOKENS = 32  # above this, work that no token asked for costs more than sorting
+
+
+@dataclass(frozen=True)
+class Router:
+    """Which experts a token goes to, and with what weight.
+
+    weight: [E, D]; bias: [E] or None, added for the choice only; `scale` multiplies the weights; groups: (groups,
+    kept).
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    top_k: int
+    groups: tuple[int, int]
+    normalize: bool
+    scale: float
+
+    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """[N, D] → expert ids [N, k] and weights [N, k] (FP32). Scores are sigmoids with a bias, else a softmax."""
+        logits = F.linear(x.to(self.weight.dtype), self.weight).float()
+        if self.bias is None:
+            scores = logits.softmax(-1)
+            ids = self._kept(scores).topk(self.top_k, -1, sorted=False)[1]
+        else:
+            scores = logits.sigmoid_()
+            ids = self._kept(scores + self.bias).topk(self.top_k, -1, sorted=False)[1]
+        weights = scores.gather(1, ids)
+        if self.normalize:
+            return ids, weights.mul_(self.scale / weights.sum(-1, keepdim=True).add_(1e-20))
+        return ids, weights.mul_(self.scale)
+
+    def _kept(self, choice: Tensor) -> Tensor:
+        """Only the groups with the largest sum of their two best scores stay in the race."""
+        count, kept = self.groups
+        if kept >= count:
+            return choice
+        grouped = choice.unflatten(-1, (count, -1))
+        best = grouped.topk(2, -1)[0].sum(-1).topk(kept, -1, sorted=False)[1]
+        lost = torch.ones(grouped.shape[:-1], dtype=torch.bool).scatter_(1, best, False)
+        return grouped.masked_fill(lost.unsqueeze(-1), float("-inf")).flatten(1)
+
+
+class Experts:
+    """Routed experts with stacked weights: w13 [E, 2 I, D] (gate, then up), w2 [E, D, I]; `limit` as in `swiglu`."""
+
+    def __init__(self, w13: Tensor, w2: Tensor, limit: float | None) -> None:
+        self.limit = limit
+        self.w13, self.w2 = w13, w2
+        self.each = list(
+            zip(w13.unbind(0), w2.unbind(0), strict=True)
+        )  # views: indexing a tensor costs as much as a product
+
+    def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """x: [N, D]; ids, weights: [N, k] → Σ over a token's experts of weight · expert(x), [N, D]."""
+        count, k = ids.shape
+        if count == 1:
+            return self._one(x, ids[0].tolist(), weights)
+        if count <= _DENSE_TOKENS and 4 * count * k >= 3 * len(self.each):
+            return self._all(x, ids, weights)
+        return self._sorted(x, ids, weights)
+
+    def _one(self, x: Tensor, ids: list[int], weights: Tensor) -> Tensor:
+        row = x[0]
+        hidden = torch.stack([torch.mv(self.each[e][0], row) for e in ids])
+        hidden = swiglu(hidden, self.limit).mul_(weights.view(-1, 1)).to(x.dtype)
+        first, *rest = zip(ids, hidden.unbind(0), strict=True)
+        out = torch.mv(self.each[first[0]][1], first[1])
+        for e, h in rest:
+            out.addmv_(self.each[e][1], h)
+        return out.unsqueeze(0)
+
+    def _all(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        share = torch.zeros(x.shape[0], len(self.each)).scatter_(1, ids, weights)
+        hidden = torch.bmm(x.expand(len(self.each), *x.shape), self.w13.transpose(1, 2))
+        hidden = swiglu(hidden, self.limit).mul_(share.t().unsqueeze(-1)).to(x.dtype)
+        return torch.bmm(hidden, self.w2.transpose(1, 2)).sum(0)
+
+    def _sorted(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        order = ids.flatten().argsort(stable=True)
+        token = order.div(ids.shape[1], rounding_mode="floor")
+        counts = torch.bincount(ids.flatten(), minlength=len(self.each)).tolist()
+        rows = x.index_select(0, token)
+        hidden = x.new_empty(len(order), self.w13.shape[1])
+        spans, start = [], 0
+        for expert, n in enumerate(counts):
+            if n:
+                spans.append((expert, slice(start, start + n)))
+                start += n
+        for expert, span in spans:
+            torch.mm(rows[span], self.each[expert][0].t(), out=hidden[span])
+        hidden = swiglu(hidden, self.limit).mul_(weights.flatten()[order].unsqueeze(-1)).to(x.dtype)
+        for expert, span in spans:
+            torch.mm(hidden[span], self.each[expert][1].t(), out=rows[span])
+        return torch.zeros_like(x).index_add_(0, token, rows)
