@@ -1,0 +1,278 @@
+"""Traces are written here event by event, so every millisecond that comes out is known beforehand."""
+
+from __future__ import annotations
+
+import gzip
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from sparkmoe import breakdown, roofline, trace
+from sparkmoe.breakdown import break_down, by_place, classify, verdict
+from sparkmoe.errors import DataError
+from sparkmoe.inventory import PARTS, from_config
+
+
+class Writer:
+    """Builds the events of a trace."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = [{"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "python"}}]
+        self.correlation = 0
+
+    def add(self, cat: str, name: str, ts: float, dur: float, tid: int = 1, **args: Any) -> None:
+        self.events.append(
+            {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": tid, "ts": ts, "dur": dur, "args": args}
+        )
+
+    def launch(self, call: str, ts: float, kernels: list[tuple[str, float, float]]) -> None:
+        self.correlation += 1
+        self.add("cuda_runtime", call, ts, 2, correlation=self.correlation)
+        for name, begin, length in kernels:
+            self.add("kernel", name, begin, length, tid=7, correlation=self.correlation, stream=7)
+
+    def save(self, path: Path, cut: int | None = None) -> Path:
+        text = json.dumps({"schemaVersion": 1, "traceEvents": self.events, "traceName": "t"}, indent=1)
+        data = text.encode()[:cut]
+        path.write_bytes(gzip.compress(data) if path.suffix == ".gz" else data)
+        return path
+
+
+# One layer of each kind, as a CUDA graph would replay it: (name, µs).
+LAYERS = [
+    ("indexSelectSmallIndex", 2), ("rms_norm_kernel", 2),
+    ("nvjet_tst_64x8_gemm", 20), ("causal_conv1d_update", 3), ("fused_recurrent_kda_fwd", 6), ("rms_norm_kernel", 2),
+    ("sm90_xmma_gemm_bf16", 7), ("fused_add_rmsnorm", 2),
+    ("nvjet_tst_64x8_gemm", 9), ("silu_and_mul", 1), ("nvjet_tst_64x8_gemm", 5), ("fused_add_rmsnorm", 2),
+    ("nvjet_tst_64x8_gemm", 4), ("_fwd_grouped_kernel_stage1_mla", 8), ("sm90_xmma_gemm_bf16", 4),
+    ("fused_add_rmsnorm", 2),
+    ("sm90_router_gemm", 3), ("biased_grouped_topk", 2), ("humming_moe_gemm", 10), ("silu_and_mul", 1),
+    ("humming_moe_gemm", 6), ("nvjet_tst_64x8_gemm", 3), ("fused_add_rmsnorm", 2),
+    ("nvjet_tst_128x8_gemm", 30), ("argmax_kernel", 2),
+]  # fmt: skip
+EXPECTED_US = {
+    "kda": 2 + 2 + 20 + 3 + 6 + 2 + 7, "norms": 8, "dense": 15, "mla": 16, "router": 5, "experts": 17, "shared": 3,
+    "head": 30, "sampling": 2,
+}  # fmt: skip
+
+
+def gpu_trace(
+    steps: int = 6, *, spans: bool = True, gap: float = 1.0, wait: float = 50.0, draft: bool = False
+) -> Writer:
+    """Steps of one graph launch; `gap` µs between kernels, the launch `wait` µs after the previous step's end."""
+    w, now = Writer(), 1000.0
+    for k in range(steps):
+        if spans:
+            w.add("user_annotation", "step[DECODE bs=1]", now, 20)
+        kernels, at = [], now + 10
+        for name, length in LAYERS:
+            kernels.append((name, at, float(length)))
+            at += length + gap
+        w.launch("cudaGraphLaunch", now + 5, kernels)
+        if draft:
+            w.launch("cudaGraphLaunch", at, [("nvjet_gemm", at + 5, 4.0), ("mla_decode", at + 9, 2.0)])
+            at += 11 + gap
+        now = at - gap + wait
+        if k == 2:
+            w.add("user_annotation", "step[EXTEND bs=1 toks=64]", now - wait / 2, 5)
+    return w
+
+
+# -------------------------------------------------------------------------------------------------------------- reading
+
+
+@pytest.mark.parametrize("name", ["t.trace.json", "t.trace.json.gz"])
+def test_reads_plain_and_packed(tmp_path: Path, name: str) -> None:
+    seen = trace.read(gpu_trace().save(tmp_path / name))
+    assert seen.on_gpu
+    assert seen.work.size == 6 * len(LAYERS)
+    assert np.all(np.diff(seen.start_us) >= 0)
+    assert {seen.names[n] for n in seen.name[seen.launched_by]} == {"cudaGraphLaunch"}
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b'{"traceEvents": [', r"is not a profiler trace"),
+        (b"not json", r"is not a profiler trace"),
+        (b'{"schemaVersion": 1}', r"holds no operator"),
+        (b'{"traceEvents": [{"ph": "M", "name": "x"}]}', r"holds no operator"),
+    ],
+)
+def test_what_is_no_trace_is_named(tmp_path: Path, content: bytes, message: str) -> None:
+    (tmp_path / "x.json").write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        trace.read(tmp_path / "x.json")
+
+
+def test_missing_and_cut_off_traces_are_named(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="There is no trace at"):
+        trace.read(tmp_path / "nowhere.json")
+    with pytest.raises(DataError, match=r"cut off or damaged after \d+ events"):
+        trace.read(gpu_trace().save(tmp_path / "cut.json", cut=9000))
+    packed = gpu_trace(60).save(tmp_path / "cut.json.gz")
+    packed.write_bytes(packed.read_bytes()[:-500])
+    with pytest.raises(DataError, match=r"cut off or damaged after \d+ events"):
+        trace.read(packed)
+
+
+def test_scope_names_round_trip() -> None:
+    for part in (*PARTS, "sampling"):
+        assert trace.scope_part(trace.scope_name(part)) == part
+        assert trace.scope_part(trace.scope_name(part, draft=True)) == f"draft {part}"
+    assert trace.scope_part("step[DECODE bs=1]") is None
+
+
+# ---------------------------------------------------------------------------------------------------------------- steps
+
+
+@pytest.mark.parametrize(("spans", "how"), [(True, "step spans"), (False, "largest CUDA graph")])
+def test_steps_are_found_without_the_first_and_without_prefills(tmp_path: Path, spans: bool, how: str) -> None:
+    found = trace.steps(trace.read(gpu_trace(8, spans=spans, draft=True).save(tmp_path / "t.json")))
+    # 8 target passes are 7 intervals, one holds a prefill, the first is skipped.
+    assert len(found) == 5
+    assert how in found.how
+
+
+def test_a_trace_without_decode_steps_says_what_it_holds(tmp_path: Path) -> None:
+    w = Writer()
+    w.add("user_annotation", "step[EXTEND bs=1 toks=9]", 0, 10)
+    w.add("cpu_op", "aten::mm", 1, 5)
+    with pytest.raises(DataError, match=r"no decode step: 2 events, 0 target passes.*step\[EXTEND"):
+        trace.steps(trace.read(w.save(tmp_path / "t.json")))
+
+
+# ---------------------------------------------------------------------------------------------------------------- parts
+
+
+def test_gemms_are_placed_by_their_neighbours(tmp_path: Path) -> None:
+    seen = trace.read(gpu_trace().save(tmp_path / "t.json"))
+    found = break_down(seen, trace.steps(seen))
+    assert {part: round(1000 * ms, 6) for part, (ms, _) in found.parts.items()} == EXPECTED_US
+    assert found.named_share == 1
+    assert found.calls == len(LAYERS)
+    assert next(iter(found.top.items())) == ("nvjet_tst_64x8_gemm", pytest.approx((0.041, 5)))
+
+
+def test_drafts_are_the_smaller_graphs(tmp_path: Path) -> None:
+    seen = trace.read(gpu_trace(draft=True).save(tmp_path / "t.json"))
+    parts = break_down(seen, trace.steps(seen)).parts
+    assert parts["draft mla"] == pytest.approx((0.006, 2))
+    assert parts["kda"][0] == pytest.approx(EXPECTED_US["kda"] / 1000)
+
+
+def test_unknown_kernels_are_listed_not_hidden(tmp_path: Path) -> None:
+    w = gpu_trace()
+    launches = [e for e in w.events if e.get("cat") == "cuda_runtime"]
+    for e in launches:
+        w.add("kernel", "strange_thing", e["ts"] + 400, 8, tid=7, correlation=e["args"]["correlation"])
+    seen = trace.read(w.save(tmp_path / "t.json"))
+    found = break_down(seen, trace.steps(seen))
+    assert found.unknown == {"strange_thing": pytest.approx((0.008, 1))}
+    assert found.named_share == pytest.approx(1 - 8 / (sum(EXPECTED_US.values()) + 8))
+    extended = break_down(seen, trace.steps(seen), ((r"strange", "experts"), *breakdown.RULES))
+    assert not extended.unknown
+
+
+def test_by_place_on_short_sequences() -> None:
+    assert by_place([]) == []
+    assert by_place(["GEMM", "RESIDUAL NORM", "GEMM", "RESIDUAL NORM", "GEMM", "sampling"]) == [
+        "embedding", "norms", "dense", "norms", "head", "sampling",
+    ]  # fmt: skip
+    assert classify("void at::native::vectorized_elementwise_kernel<4>") == "SMALL"
+    assert classify("ncclDevKernel_AllReduce") == "communication"
+    assert classify("quux") == breakdown.UNKNOWN
+
+
+def cpu_trace(steps: int = 5) -> Writer:
+    """A host step of 100 µs: 30 in kda, 20 in experts nested in a wider scope, 10 without scope, the rest Python."""
+    w = Writer()
+    for k in range(steps):
+        t = 100.0 * k
+        w.add("user_annotation", "step[DECODE bs=1]", t, 90)
+        w.add("user_annotation", trace.scope_name("kda"), t + 5, 40)
+        w.add("cpu_op", "aten::linear", t + 6, 30)
+        w.add("cpu_op", "aten::mm", t + 7, 28)  # inside aten::linear
+        w.add("user_annotation", trace.scope_name("shared"), t + 50, 30)
+        w.add("user_annotation", trace.scope_name("experts"), t + 52, 25)
+        w.add("cpu_op", "aten::bmm", t + 55, 20)
+        w.add("cpu_op", "aten::quux", t + 85, 10)
+        w.add("cpu_op", "aten::quux", t + 20, 50, tid=2)  # another thread, at the same time as the scope
+    return w
+
+
+def test_cpu_operators_land_in_the_innermost_scope_of_their_thread(tmp_path: Path) -> None:
+    seen = trace.read(cpu_trace().save(tmp_path / "t.json"))
+    assert not seen.on_gpu
+    found = break_down(seen, trace.steps(seen))
+    assert found.parts == {
+        "unknown": pytest.approx((0.060, 2)),
+        "kda": pytest.approx((0.030, 1)),
+        "experts": pytest.approx((0.020, 1)),
+    }
+    assert list(found.unknown) == ["aten::quux"]
+
+
+# --------------------------------------------------------------------------------------------------- gaps and verdict
+
+
+def test_gaps_are_split_into_launch_and_host(tmp_path: Path) -> None:
+    seen = trace.read(gpu_trace(gap=3.0, wait=50.0).save(tmp_path / "t.json"))
+    found = break_down(seen, trace.steps(seen))
+    busy = sum(EXPECTED_US.values())
+    assert found.busy_ms == pytest.approx(busy / 1000)
+    assert found.launch_gap_ms == pytest.approx(3 * (len(LAYERS) - 1) / 1000)
+    assert found.host_gap_ms == pytest.approx((50 + 10) / 1000)
+    assert found.step_ms == pytest.approx((busy + 3 * (len(LAYERS) - 1) + 60) / 1000)
+
+
+def test_a_kernel_launched_late_leaves_a_host_gap(tmp_path: Path) -> None:
+    w = Writer()
+    for k in range(5):
+        t = 1000.0 * k
+        w.add("user_annotation", "step[DECODE bs=1]", t, 20)
+        w.launch("cudaLaunchKernel", t, [("kda_a", t + 10, 100)])
+        w.launch("cudaLaunchKernel", t + 300, [("kda_b", t + 305, 100)])  # 190 µs of waiting for the host, 5 of launch
+    seen = trace.read(w.save(tmp_path / "t.json"))
+    found = break_down(seen, trace.steps(seen))
+    assert found.launch_gap_ms == pytest.approx(0.005)
+    assert found.host_gap_ms == pytest.approx(1 - 0.2 - 0.005)
+
+
+@pytest.mark.parametrize(
+    ("step_bytes", "gb_s", "wait", "peak", "bound"),
+    [
+        (100e3, 1.0, 10.0, None, "memory"),
+        (1e3, 4300.0, 10.0, None, "launch"),
+        (1e3, 4300.0, 2000.0, None, "host"),
+        (1e3, 4300.0, 10.0, 1.2, "compute"),
+    ],
+)
+def test_verdict(tmp_path: Path, step_bytes: float, gb_s: float, wait: float, peak: float | None, bound: str) -> None:
+    seen = trace.read(gpu_trace(gap=0.5, wait=wait).save(tmp_path / "t.json"))
+    found = verdict(break_down(seen, trace.steps(seen)), step_bytes, gb_s, step_operations=150e6, peak_tflops=peak)
+    assert found.bound == bound
+    assert sum(found.shares.values()) == pytest.approx(1)
+    assert found.sentence.startswith(f"{bound}-bound: of {found.step_ms:.2f} ms")
+
+
+def test_on_a_cpu_everything_beyond_the_floor_is_the_host(tmp_path: Path) -> None:
+    seen = trace.read(cpu_trace().save(tmp_path / "t.json"))
+    found = verdict(break_down(seen, trace.steps(seen)), 20e3, 10)
+    assert found.bound == "host"
+    assert found.shares == pytest.approx({"memory": 0.02, "launch": 0, "host": 0.98})
+
+
+def test_gb_s_per_part_stands_beside_the_time(tmp_path: Path) -> None:
+    seen = trace.read(gpu_trace(draft=True).save(tmp_path / "t.json"))
+    load = roofline.Load(context=1000, drafts=1)
+    sizes = roofline.step_bytes(from_config("ling-3.0-flash-fp4"), load).by_part()
+    table = break_down(seen, trace.steps(seen)).table(sizes).set_index("part")
+    assert table.loc["kda", "bytes"] == pytest.approx(sizes["kda"] + sizes["KDA state"])
+    assert table.loc["mla", "bytes"] == pytest.approx(sizes["mla"] + sizes["KV cache"])
+    assert table.loc["draft mla", "bytes"] == pytest.approx(sizes["draft mla"] + sizes["draft KV cache"])
+    assert table.loc["head", "gb_s"] == pytest.approx(sizes["head"] / 30e-6 / 1e9)
+    assert table["share"].sum() == pytest.approx(1)
