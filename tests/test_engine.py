@@ -12,6 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from lifetimes import listening, processes_of
 from sparkmoe import engine as engine_module
 from sparkmoe.checkpoint import inspect
 from sparkmoe.client import Client
@@ -52,21 +53,6 @@ def own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     monkeypatch.delenv(OWNER_ENV, raising=False)
     yield tmp_path / "home"
     end_all()
-
-
-def listening(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-def processes_of(home: Path) -> list[psutil.Process]:
-    """Every process that was started for a server of this home: supervisors, servers and what they left."""
-    mine = []
-    for process in psutil.process_iter(["environ", "status"]):
-        environ = process.info["environ"] or {}
-        if process.pid != os.getpid() and process.info["status"] != psutil.STATUS_ZOMBIE:
-            mine += [process] if environ.get("SPARKMOE_HOME") == str(home) else []
-    return mine
 
 
 Faulty = Callable[..., Engine]
@@ -140,13 +126,16 @@ def test_a_port_in_use_is_said_before_loading(miniature: Path, own_home: Path) -
 def test_a_model_or_recipe_that_cannot_run_is_said_before_loading(
     miniature: Path, tmp_path: Path, own_home: Path
 ) -> None:
-    for model, recipe, kind in ((tmp_path, "baseline", ModelError), (miniature, "all_three", RecipeError)):
-        engine = Engine(recipe, "cpu", model, show=False)
-        with pytest.raises(kind):
-            engine.start()
-        with pytest.raises(kind):
-            Engine.attach(recipe, "cpu", model)
-        assert_nothing_left(engine, own_home)
+    engine = Engine("baseline", "cpu", tmp_path, show=False)
+    with pytest.raises(ModelError):
+        engine.start()
+    with pytest.raises(ModelError):
+        Engine.attach("baseline", "cpu", tmp_path)
+    assert_nothing_left(engine, own_home)
+    for start in (Engine, Engine.attach):
+        with pytest.raises(RecipeError, match="cannot run here: Humming"):
+            start("all_three", "cpu", miniature)
+    assert processes_of(own_home) == []
 
 
 def test_an_unwritable_log_folder_is_said_before_loading(miniature: Path, own_home: Path, tmp_path: Path) -> None:

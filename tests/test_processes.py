@@ -8,12 +8,13 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
+from lifetimes import until
 from sparkmoe import processes
 from sparkmoe.errors import MachineError
 from sparkmoe.processes import Identity, Record, end_all, end_group, group, loading_lock, records, servers
@@ -34,13 +35,6 @@ TREE = textwrap.dedent(
     time.sleep(60)
     """
 )
-
-
-def until(condition: Callable[[], object], timeout_s: float = 10.0) -> None:
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, "waited in vain"
-        time.sleep(0.02)
 
 
 @pytest.fixture(autouse=True)

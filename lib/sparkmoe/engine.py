@@ -71,6 +71,7 @@ class Engine:
     ) -> None:
         self.recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
         self.machine = Machine.named(machine) if isinstance(machine, str) else machine
+        self.recipe.require(self.machine)
         self.model = checkpoints.resolve(model, self.machine)
         self.port, self.host = port, host
         self.deadline_s = deadline_s or self.machine.start_deadline_s
@@ -266,10 +267,8 @@ class Engine:
         self._record = record
 
     def _prove(self, timeout_s: float) -> None:
-        """A real token, or EngineError."""
-        sample = self.client(timeout_s=max(timeout_s, 1.0)).generate("1 + 1 =", max_new_tokens=4, ignore_eos=True)
-        if sample.completion_tokens < 1:
-            raise EngineError(sample.error or "an answer without a token")
+        """A real token, or EngineError: the client raises on an answer without one."""
+        self.client(timeout_s=max(timeout_s, 1.0)).generate("1 + 1 =", max_new_tokens=4, ignore_eos=True)
 
     def _died(self, here: Progress) -> EngineError:
         lines = self._log_lines()

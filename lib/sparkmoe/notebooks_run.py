@@ -12,6 +12,7 @@ what one wants to read.
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import ctypes
 import difflib
@@ -91,15 +92,19 @@ def select(names: Sequence[str], place: Path | None = None) -> list[Path]:
     return chosen
 
 
-def parameters_of(notebook: Path) -> dict[str, str]:
-    """Names and annotations of a notebook's parameters. Raises DataError if the file is no notebook."""
-    from papermill import inspect_notebook
+def parameters_of(notebook: Path) -> set[str]:
+    """Names assigned in the cell tagged `parameters`. Raises DataError if the file is no notebook.
 
+    Papermill could tell too, but takes seconds to import, and a mistyped name should be answered at once.
+    """
     try:
-        found = inspect_notebook(str(notebook))
-    except Exception as error:
+        cells = json.loads(notebook.read_text())["cells"]
+        sources = ["".join(c["source"]) for c in cells if "parameters" in c["metadata"].get("tags", [])]
+        assigned = [node for source in sources for node in ast.parse(source).body]
+    except (OSError, ValueError, KeyError, TypeError, SyntaxError) as error:
         raise DataError(f"{notebook} is no notebook that can be read ({type(error).__name__}: {error})") from None
-    return {name: entry["inferred_type_name"] for name, entry in found.items()}
+    plain = {t.id for node in assigned if isinstance(node, ast.Assign) for t in node.targets if isinstance(t, ast.Name)}
+    return plain | {n.target.id for n in assigned if isinstance(n, ast.AnnAssign) and isinstance(n.target, ast.Name)}
 
 
 def assign(pairs: Sequence[str], known: set[str]) -> dict[str, Any]:
@@ -181,10 +186,10 @@ def last_error(executed: Path, log: Path) -> str:
     """The last error of an executed notebook in one line; of papermill's log where the notebook holds none."""
     with contextlib.suppress(OSError, ValueError, KeyError):
         cells = json.loads(executed.read_text())["cells"]
-        for number, cell in reversed(list(enumerate(cells, 1))):
+        for cell in reversed(cells):
             for output in cell.get("outputs", []):
                 if output["output_type"] == "error":
-                    return f"cell {number}: {output['ename']}: {output['evalue']}".splitlines()[0]
+                    return f"In [{cell['execution_count']}]: {output['ename']}: {output['evalue']}".splitlines()[0]
     lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
     return lines[-1][:300] if lines else "papermill ended without a word"
 

@@ -1,0 +1,46 @@
+import subprocess
+import sys
+import time
+
+
+def test_help_answers_at_once() -> None:
+    """Nothing heavy may be imported for it. The best of three, since the machine may be busy."""
+    seconds = []
+    for _ in range(3):
+        begun = time.perf_counter()
+        done = subprocess.run(
+            [sys.executable, "-c", "from sparkmoe.cli import main; main(['--help'])"], capture_output=True
+        )
+        seconds.append(time.perf_counter() - begun)
+        assert done.returncode == 0
+    assert min(seconds) < 0.5
+    for command in (b"doctor", b"serve", b"stop", b"run"):
+        assert command in done.stdout
+
+
+def test_the_printed_command_is_all_of_stdout() -> None:
+    argv = [
+        sys.executable,
+        "-c",
+        "from sparkmoe.cli import main; main()",
+        "serve",
+        "nextn_k2",
+        "--print",
+        "--machine",
+        "spark",
+    ]
+    done = subprocess.run([*argv, "--port", "30000"], capture_output=True, text=True)
+    assert done.returncode == 0
+    assert done.stdout.splitlines()[0].endswith("-m sglang.launch_server \\")
+    assert "  --speculative-num-steps 2 \\" in done.stdout
+    assert "  --port 30000 \\" in done.stdout
+    assert "--api-key" in done.stdout
+
+
+def test_an_unknown_command_is_told_near_names() -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "from sparkmoe.cli import main; main(['serv'])"], capture_output=True, text=True
+    )
+    assert done.returncode == 2
+    assert "serve" in done.stderr
+    assert "Traceback" not in done.stderr
