@@ -11,7 +11,8 @@ Two ways to use it. `with Engine(recipe) as engine:` boots a fresh server and en
 of repetition of a measurement. `Engine.attach(recipe)` takes an equal server that already runs, or starts one, and
 leaves it running for the next cell or notebook; it first ends this owner's servers of other recipes, because an idle
 neighbour spoils a measurement and two models rarely fit. Nothing outlives its owners (`processes`, `supervisor`):
-in JupyterLab that is the kernel, under `sparkmoe run` and `sparkmoe serve` the command.
+in JupyterLab that is the kernel, under `sparkmoe run` and `sparkmoe serve` the command. A server that shall survive
+kernel restarts is started with `sparkmoe serve` in a terminal; notebooks attach to it.
 """
 
 from __future__ import annotations
@@ -177,7 +178,12 @@ class Engine:
                     try:
                         engine._prove(30.0)
                     except EngineError as error:
-                        logger.warning("a running %s server does not answer, ending it: %s", engine.recipe.name, error)
+                        if record.owners() != [me]:
+                            raise EngineError(
+                                f"the {engine.recipe.name} server at {record.url}, which others use too, does not "
+                                f"answer ({error}); `sparkmoe stop` ends it"
+                            ) from None
+                        logger.warning("my %s server does not answer, ending it: %s", engine.recipe.name, error)
                         record.end()
                         continue
                     return engine
@@ -195,8 +201,9 @@ class Engine:
         self.recipe.require(self.machine, seen)
         port = free_port(self.host) if self.port is None else check_port(self.port, self.host)
         with _nothing() if locked else loading_lock():
-            running = records()
-            check_memory(self.recipe, self.machine, seen, running)
+            for orphan in [r for r in records() if not r.owners()]:
+                orphan.end()  # its supervisor is at it; wait until the memory is free
+            check_memory(self.recipe, self.machine, seen, records())
             self._launch(seen, port)
             try:
                 with _shown(on_progress, self.show, self.recipe.name) as report:
@@ -309,6 +316,8 @@ class Engine:
         record = self._record.refresh()
         before = psutil.virtual_memory().available
         held = self.memory_bytes() if record.server else 0
+        if self._supervisor is not None:
+            self._supervisor.terminate()  # also where it has not yet put itself on record
         record.end()
         if self._supervisor is not None:
             self._supervisor.wait(timeout=30.0)
