@@ -89,16 +89,18 @@ def test_roofline_lines_are_the_bandwidth() -> None:
 
 def test_step_bars_stack_to_the_totals_and_name_large_blocks() -> None:
     sizes = roofline.step_bytes(LING).by_part()
-    figure = plots.step_bars(dict.fromkeys(sizes, 1.0), sizes)
+    ms = {part: 1.0 for part in sizes if part != "norms"} | {"sampling": 0.01}
+    figure = plots.step_bars(ms, sizes)
     by_axis: dict[str, float] = {}
     for bar in figure.data:
         by_axis[bar.yaxis] = by_axis.get(bar.yaxis, 0) + bar.y[0]
-    assert by_axis["y"] == pytest.approx(len(sizes))
+    assert by_axis["y"] == pytest.approx(sum(ms.values()))
     assert by_axis["y2"] == pytest.approx(sum(sizes.values()) / 1e9)
     kda = next(bar for bar in figure.data if bar.name == "kda" and bar.yaxis == "y2")
     assert kda.text[0] == "kda 2.21"
     looks = {(bar.marker.pattern.shape, bar.marker.color) for bar in figure.data}
-    assert len(looks) == len(sizes)
+    assert len(looks) == len({bar.name for bar in figure.data}) == len(ms)
+    assert {"norms", "sampling"} & {bar.name for bar in figure.data} == set()  # below 1 % in both: in `rest`
 
 
 def test_sweep_histogram_scatter_and_kernels_show_their_numbers() -> None:

@@ -22,8 +22,8 @@ from plotly.subplots import make_subplots
 from sparkmoe.roofline import Prediction
 from sparkmoe.stats import Interval
 
-# Okabe and Ito's palette, distinguishable with the usual colour blindnesses; hatching, symbols and dashes do it
-# without.
+# Bars: Paul Tol's light palette, pale enough for black text. Points: Okabe and Ito's. Both made for colour blindness.
+TINTS = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#BBCC33", "#DDDDDD")
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 HATCHES = ("", "/", "x", "-", ".", "\\", "+", "|")
 SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "star", "x", "triangle-down")
@@ -45,8 +45,8 @@ def _whiskers(intervals: Sequence[Interval], scale: float = 1.0) -> dict[str, An
 
 def _hatch(k: int) -> dict[str, Any]:
     """Look of the k-th kind of bar; beyond eight kinds, colour and hatching go on in different steps."""
-    pattern = {"shape": HATCHES[k % len(HATCHES)], "fgcolor": "black", "size": 6}
-    color = COLORS[(k + k // len(COLORS)) % len(COLORS)]
+    pattern = {"shape": HATCHES[k % len(HATCHES)], "fgcolor": "black", "size": 10, "solidity": 0.12}
+    color = TINTS[(k + k // len(TINTS)) % len(TINTS)]
     return {"color": color, "pattern": pattern, "line": {"color": "black", "width": 1}}
 
 
@@ -59,12 +59,12 @@ def ladder(
     """Bars of tok/s per recipe with whiskers, and a thick line per recipe at its ceiling (tok/s) where one is known."""
     names, values = list(speeds), list(speeds.values())
     figure = _figure(title, "recipe", "decoding speed (tok/s)", showlegend=bool(ceilings), bargap=0.35)
-    labels = [f"{i.estimate:.1f}" for i in values]
+    hatches = [HATCHES[k % len(HATCHES)] for k in range(len(names))]
     figure.add_bar(
         x=names, y=[i.estimate for i in values], error_y=_whiskers(values), name="measured, 95 % interval",
-        marker=_hatch(0) | {"pattern": {"shape": [HATCHES[k % len(HATCHES)] for k in range(len(names))], "size": 6}},
-        text=labels, textposition="inside", insidetextanchor="start",
-        textfont={"color": "black"}, textangle=0, cliponaxis=False,
+        marker=_hatch(0) | {"pattern": _hatch(0)["pattern"] | {"shape": hatches}},
+        text=[f"<b>{i.estimate:.1f}</b>" for i in values], textposition="inside", insidetextanchor="middle",
+        textfont={"color": "black", "size": 14}, textangle=0,
     )  # fmt: skip
     if ceilings:
         known = [name for name in names if name in ceilings]
@@ -73,7 +73,8 @@ def ladder(
             marker={"symbol": "line-ew", "size": 46, "line": {"width": 3, "color": "black"}},
             text=[f"ceiling {ceilings[name]:.0f}" for name in known], textposition="top center",
         )  # fmt: skip
-    figure.update_yaxes(rangemode="tozero")
+    top = max([i.high if i.known else i.estimate for i in values] + list((ceilings or {}).values()))
+    figure.update_yaxes(range=[0, 1.3 * top])
     return figure
 
 
@@ -109,17 +110,20 @@ def roofline(
 def step_bars(
     ms: Mapping[str, float], size: Mapping[str, float], *, title: str = "One decode step: its time and its bytes"
 ) -> go.Figure:
-    """Two panels, a step's time (ms) and what it reads (bytes), stacked by the same parts in the same hatching."""
+    """Two panels, a step's time (ms) and what it reads (bytes), stacked by the same parts in the same hatching.
+
+    Parts below 1 % in both are drawn together as `rest`.
+    """
+    panels = [_with_rest(ms, size), _with_rest(size, ms)]
     figure = make_subplots(rows=1, cols=2, subplot_titles=("time", "read"), horizontal_spacing=0.2)
-    parts = sorted(
-        {*ms, *size}, key=lambda part: -(ms.get(part, 0) / sum(ms.values()) + size.get(part, 0) / sum(size.values()))
-    )
+    shares = [{part: value / sum(panel.values()) for part, value in panel.items()} for panel in panels]
+    parts = sorted({*panels[0], *panels[1]}, key=lambda part: -sum(share.get(part, 0.0) for share in shares))
     for k, part in enumerate(parts):
-        for column, value, unit in ((1, ms.get(part, 0.0), "ms"), (2, size.get(part, 0.0) / 1e9, "GB")):
-            total = sum(ms.values()) if column == 1 else sum(size.values()) / 1e9
+        for column, value, unit in ((1, panels[0].get(part, 0.0), "ms"), (2, panels[1].get(part, 0.0) / 1e9, "GB")):
+            large = shares[column - 1].get(part, 0.0) > 0.06
             figure.add_bar(
                 x=["step"], y=[value], name=part, legendgroup=part, showlegend=column == 1, marker=_hatch(k), row=1,
-                col=column, text=[f"{part} {value:.2f}" if value > 0.06 * total else ""], textfont={"color": "black"},
+                col=column, text=[f"{part} {value:.2f}" if large else ""], insidetextanchor="middle",
                 hovertemplate=f"{part}: %{{y:.3f}} {unit}<extra></extra>",
                 insidetextfont={"color": "black"}, constraintext="none",
             )  # fmt: skip
@@ -129,16 +133,29 @@ def step_bars(
     return figure
 
 
+def _with_rest(values: Mapping[str, float], others: Mapping[str, float]) -> dict[str, float]:
+    """`values` with the parts that are below 1 % here and in `others` summed up as `rest`."""
+    small = {
+        part
+        for part in values
+        if values[part] < 0.01 * sum(values.values()) and others.get(part, 0.0) < 0.01 * sum(others.values())
+    }
+    kept = {part: value for part, value in values.items() if part not in small}
+    return kept | ({"rest": sum(values[part] for part in small)} if small else {})
+
+
 def top_kernels(
     top: Mapping[str, tuple[float, float]], *, count: int = 15, title: str = "Longest kernels"
 ) -> go.Figure:
     """Horizontal bars of the kernels with the most time per step; `top` is `Breakdown.top`."""
     rows = sorted(top.items(), key=lambda item: item[1][0])[-count:]
+    names = [name for name, _ in rows]
     figure = _figure(title, "time per step (ms)", "kernel", showlegend=False)
     figure.add_bar(
-        x=[ms for _, (ms, _) in rows], y=[name if len(name) <= 60 else name[:57] + "…" for name, _ in rows],
+        x=[ms for _, (ms, _) in rows], y=[name if len(name) <= 60 else name[:57] + "…" for name in names],
         orientation="h", marker=_hatch(0), text=[f"{calls:.0f} calls" for _, (_, calls) in rows],
-        customdata=[name for name, _ in rows], hovertemplate="%{customdata}: %{x:.3f} ms<extra></extra>",
+        textposition="outside", cliponaxis=False,
+        customdata=names, hovertemplate="%{customdata}: %{x:.3f} ms<extra></extra>",
     )  # fmt: skip
     return figure
 
@@ -171,7 +188,7 @@ def accept_histogram(histograms: Mapping[str, Sequence[int]], *, title: str = "A
         length = 1 + sum(i * n for i, n in enumerate(counts)) / total
         figure.add_bar(
             x=list(range(len(counts))), y=[100 * n / total for n in counts], marker=_hatch(k),
-            name=f"{name}: accept length {length:.2f}", text=[str(n) for n in counts],
+            name=f"{name}: accept length {length:.2f}", text=[str(n) for n in counts], textposition="outside",
         )  # fmt: skip
     figure.update_xaxes(dtick=1)
     return figure
