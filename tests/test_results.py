@@ -14,6 +14,7 @@ import pandas as pd
 import pytest
 
 from sparkmoe import compare, conditions, results
+from sparkmoe.cli import main
 from sparkmoe.errors import DataError, StoreError
 from sparkmoe.results import Run
 
@@ -200,6 +201,21 @@ def test_compare_finds_the_gain_and_the_conditions_that_differ(tmp_path: Path) -
     assert "| baseline | tpot_ms (ms)" in text
     assert "GB10 → H200" in text
     assert json.loads(line)["rows"][0]["ratio"]["estimate"] == pytest.approx(tpot.ratio.estimate)
+
+
+def test_compare_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    filled(tmp_path, "before")
+    filled(tmp_path, "after", 0.8)
+    with pytest.raises(SystemExit) as done:
+        main(["compare", "before", "after", "--results", str(tmp_path)])
+    assert done.value.code == 0
+    *table, line = capsys.readouterr().out.splitlines()
+    assert json.loads(line)["run_b"] == "after"
+    assert any("tpot_ms (ms)" in row for row in table)
+    with pytest.raises(SystemExit) as done:
+        main(["compare", "before", "nowhere", "--results", str(tmp_path)])
+    assert done.value.code == 2
+    assert capsys.readouterr().err.startswith("error: No run at nowhere")
 
 
 def test_compare_grades_shared_problems_in_pairs(tmp_path: Path) -> None:

@@ -148,6 +148,18 @@ def hot_vocab(
 
 
 @app.command()
+def compare(
+    run_a: Annotated[str, typer.Argument(help="a run's folder or id")],
+    run_b: Annotated[str, typer.Argument(help="the run to hold against it")],
+    results: ResultsOption = Path("results"),
+) -> None:
+    """Two runs side by side: the conditions that differ, then each metric with its interval and the ratio B ÷ A."""
+    from sparkmoe.compare import compare_command
+
+    typer.echo(compare_command(run_a, run_b, root=results))
+
+
+@app.command()
 def stop() -> None:
     """Stop every server that sparkmoe started here."""
     from sparkmoe.processes import end_all
