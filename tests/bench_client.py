@@ -108,7 +108,7 @@ def official_run(url: str, api_key: str, model: Path, prompts: list[Prompt], fol
     options = {
         "--backend": "sglang", "--base-url": url, "--model": model, "--dataset-name": "custom",
         "--dataset-path": data, "--num-prompts": len(prompts), "--sharegpt-output-len": prompts[0].max_new_tokens,
-        "--max-concurrency": 1, "--warmup-requests": 1, "--output-file": out,
+        "--max-concurrency": 1, "--warmup-requests": 0, "--output-file": out,
     }  # fmt: skip
     argv = ["serving", *(str(part) for option in options.items() for part in option)]
     os.environ["OPENAI_API_KEY"] = api_key
@@ -132,12 +132,9 @@ def official_run(url: str, api_key: str, model: Path, prompts: list[Prompt], fol
 
 
 def own_run(client: Client, prompts: list[Prompt]) -> dict[str, list[float]]:
-    """The same with the client; one request to warm up, as the other does."""
-    samples = []
-    for prompt in [prompts[0], *prompts]:
-        client.flush_cache()
-        samples.append(client.generate(prompt.text, max_new_tokens=prompt.max_new_tokens, ignore_eos=True))
-    measured = samples[1:]
+    """The same with the client."""
+    client.flush_cache()
+    measured = [client.generate(p.text, max_new_tokens=p.max_new_tokens, ignore_eos=True) for p in prompts]
     assert all(s.cached_tokens == 0 for s in measured)
     assert [s.prompt_tokens for s in measured] == [len(p.token_ids) for p in prompts]
     tpots = [s.tpot_ms for s in measured if s.tpot_ms]
