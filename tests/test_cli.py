@@ -1,6 +1,8 @@
+import os
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 
 def test_help_answers_at_once() -> None:
@@ -44,3 +46,10 @@ def test_an_unknown_command_is_told_near_names() -> None:
     assert done.returncode == 2
     assert "serve" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_stop_says_how_many_it_stopped(tmp_path: Path) -> None:
+    argv = [sys.executable, "-c", "from sparkmoe.cli import main; main(['stop'])"]
+    environment = os.environ | {"SPARKMOE_HOME": str(tmp_path)}  # not that of this session: its servers are in use
+    done = subprocess.run(argv, capture_output=True, text=True, env=environment)
+    assert (done.returncode, done.stdout) == (0, '{"stopped": 0}\n')
