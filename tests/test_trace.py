@@ -276,3 +276,27 @@ def test_gb_s_per_part_stands_beside_the_time(tmp_path: Path) -> None:
     assert table.loc["draft mla", "bytes"] == pytest.approx(sizes["draft mla"] + sizes["draft KV cache"])
     assert table.loc["head", "gb_s"] == pytest.approx(sizes["head"] / 30e-6 / 1e9)
     assert table["share"].sum() == pytest.approx(1)
+
+
+def test_a_trace_of_the_installed_torch(tmp_path: Path) -> None:
+    """Not a trace written by this file: spans, scopes and operators as the real profiler writes them."""
+    import torch
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    a = torch.randn(192, 192)
+    with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
+        for _ in range(6):
+            with record_function("step[DECODE bs=1]"):
+                with record_function(trace.scope_name("kda")):
+                    b = torch.nn.functional.linear(a, a)
+                with record_function(trace.scope_name("experts", draft=True)):
+                    (b @ a).softmax(-1)
+    profiler.export_chrome_trace(str(tmp_path / "real.json.gz"))
+    seen = trace.read(tmp_path / "real.json.gz")
+    found = break_down(seen, trace.steps(seen))
+    assert found.steps == 4
+    assert set(found.parts) == {"kda", "draft experts"}
+    assert found.parts["kda"][1] == 1  # aten::linear; the aten::t and aten::mm inside it are not counted again
+    assert found.parts["draft experts"][1] == 2
+    assert 0 < found.busy_ms < found.step_ms
+    assert verdict(found, a.nbytes * 2, 10).bound == "host"
