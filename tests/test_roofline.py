@@ -236,6 +236,20 @@ def test_context_and_batch_touch_cache_and_state_only_as_they_should() -> None:
     assert windowed == 2 * (2 * 8 * 64) * 18 * (10_000 + 128)
 
 
+def test_float32_servers_read_widened_weights_but_the_same_head(folder: Path) -> None:
+    found = from_folder(folder)
+    stored, widened = (roofline.step_bytes(found, Load(dtype=d)).target for d in ("stored", "float32"))
+    assert widened["mla"] == 2 * stored["mla"]
+    assert widened["experts"] == 2 * stored["experts"]
+    assert widened["head"] == stored["head"]
+    assert widened["KDA state"] == stored["KDA state"]
+    # FP8 and MXFP4 stay what they are, and so do the parameters that are FP32 anyway.
+    flash = [roofline.step_bytes(LING, Load(dtype=d)).target for d in ("stored", "float32")]
+    assert flash[0]["experts"] == flash[1]["experts"]
+    bf16 = sum(e.bytes for e in LING.entries if e.part == "kda" and e.dtype == "BF16")
+    assert flash[1]["kda"] == flash[0]["kda"] + bf16
+
+
 def test_ceilings() -> None:
     ceiling = roofline.predict(LING, 273, Load(context=32768, head="bf16"))
     assert ceiling.tpot_ms == pytest.approx(ceiling.bytes / 273e9 * 1e3)

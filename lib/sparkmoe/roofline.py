@@ -50,6 +50,7 @@ class Load:
     head: Head = "stored"
     drafts: int = 0
     cache_bytes: int = 2
+    dtype: Literal["stored", "float32"] = "stored"
     routing: Routing | None = None
 
 
@@ -64,14 +65,14 @@ def head_bytes(inventory: Inventory, head: Head = "stored") -> float:
 def _pass_bytes(inventory: Inventory, load: Load, tokens: int, mtp: bool) -> dict[str, float]:
     """Bytes that one pass of `tokens` tokens per sequence reads, by part, of the target or of the MTP layers."""
     shape = inventory.shape
-    skipped = ("experts", "head", "embedding")
     parts: dict[str, float] = {}
     for entry in inventory.entries:
-        if entry.mtp == mtp and entry.part not in skipped:
-            parts[entry.part] = parts.get(entry.part, 0.0) + entry.bytes
-    if shape.experts:
+        if entry.mtp == mtp and entry.part not in ("head", "embedding"):
+            widened = 2 if load.dtype == "float32" and entry.dtype in ("BF16", "F16") else 1
+            parts[entry.part] = parts.get(entry.part, 0.0) + widened * entry.bytes
+    if "experts" in parts:
         routing = load.routing or (lambda n: expected_distinct(shape.experts, shape.top_k, n))
-        parts["experts"] = inventory.bytes("experts", mtp=mtp) * routing(tokens * load.batch) / shape.experts
+        parts["experts"] *= routing(tokens * load.batch) / shape.experts
     parts["head"] = head_bytes(inventory, load.head)
     kinds = shape.kinds[shape.layers :] if mtp else shape.kinds[: shape.layers]
     seen = {"mla": load.context, "attention": load.context, "window": min(load.context, shape.window), "kda": 0}
