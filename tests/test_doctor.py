@@ -45,10 +45,7 @@ def test_what_would_fail_is_failed(healthy: Machine, tmp_path: Path, monkeypatch
 def test_too_little_memory_fails_with_the_number(
     healthy: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    class Little:
-        available = GIB
-
-    monkeypatch.setattr(doctor.psutil, "virtual_memory", Little)
+    monkeypatch.setattr(doctor, "available_bytes", lambda: GIB)
     memory = by_name(examine(healthy, results=tmp_path))["memory"]
     assert (memory.state, memory.found, memory.expected) == ("fail", "1.0 GiB available", "3.5 GiB")
 

@@ -7,7 +7,6 @@ import textwrap
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -149,7 +148,7 @@ def test_an_unwritable_log_folder_is_said_before_loading(miniature: Path, own_ho
 def test_too_little_memory_is_said_with_the_sum(
     monkeypatch: pytest.MonkeyPatch, miniature: Path, own_home: Path
 ) -> None:
-    monkeypatch.setattr(engine_module.psutil, "virtual_memory", lambda: SimpleNamespace(available=GIB, total=2 * GIB))
+    monkeypatch.setattr(engine_module, "available_bytes", lambda: GIB)
     engine = Engine("baseline", "cpu", miniature, show=False)
     with pytest.raises(MachineError) as error:
         engine.start()

@@ -1,12 +1,13 @@
 import subprocess
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from sparkmoe.errors import MachineError
-from sparkmoe.machine import Machine, nominal_gb_s, read_gpu
+from sparkmoe.machine import Machine, available_bytes, nominal_gb_s, read_gpu
 
 
 class FakeNvml:
@@ -138,6 +139,16 @@ def test_the_longest_name_gives_the_bandwidth() -> None:
 
 def test_the_bandwidth_probe_measures_something_possible() -> None:
     assert 0.5 < Machine.named("cpu").probe_bandwidth(64 << 20, repeats=2) < 2000.0
+
+
+def test_a_containers_limit_counts_and_its_page_cache_does_not(tmp_path: Path) -> None:
+    free = available_bytes(tmp_path)  # no cgroup files: the machine's own figure
+    (tmp_path / "memory.max").write_text("1000000\n")
+    (tmp_path / "memory.current").write_text("700000\n")
+    (tmp_path / "memory.stat").write_text("anon 300000\ninactive_file 200000\n")
+    assert available_bytes(tmp_path) == 500_000
+    (tmp_path / "memory.max").write_text("max\n")
+    assert available_bytes(tmp_path) == pytest.approx(free, rel=0.2)
 
 
 def test_detection_imports_neither_torch_nor_sglang() -> None:

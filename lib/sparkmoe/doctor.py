@@ -19,7 +19,7 @@ import psutil
 from sparkmoe import checkpoint as checkpoints
 from sparkmoe.engine import free_port, memory_need
 from sparkmoe.errors import SparkmoeError
-from sparkmoe.machine import GIB, Machine, home
+from sparkmoe.machine import GIB, Machine, available_bytes, home
 from sparkmoe.processes import records, servers
 from sparkmoe.recipe import RECIPES, Recipe
 
@@ -121,7 +121,7 @@ def _model(machine: Machine, recipe: Recipe) -> Iterator[Finding]:
         "ok",
         f"{seen.path.name}: {seen.weight_bytes / GIB:.2f} GiB, experts {seen.experts}, {context}, {draft}",
     )
-    need, available = sum(memory_need(recipe, machine, seen).values()), psutil.virtual_memory().available
+    need, available = sum(memory_need(recipe, machine, seen).values()), available_bytes()
     enough = need <= available
     advice = "" if enough else "close programs, or `sparkmoe stop`"
     yield Finding(

@@ -36,7 +36,7 @@ import psutil
 
 from sparkmoe import checkpoint as checkpoints
 from sparkmoe.errors import EngineError, MachineError
-from sparkmoe.machine import GIB, Machine
+from sparkmoe.machine import GIB, Machine, available_bytes
 from sparkmoe.processes import Identity, Record, loading_lock, records, servers, write_private
 from sparkmoe.recipe import Recipe
 from sparkmoe.serverlog import STAGES, Progress, last_words, likely_cause, progress
@@ -314,7 +314,7 @@ class Engine:
         if self._record is None:
             return
         record = self._record.refresh()
-        before = psutil.virtual_memory().available
+        before = available_bytes()
         held = self.memory_bytes() if record.server else 0
         if self._supervisor is not None:
             self._supervisor.terminate()  # also where it has not yet put itself on record
@@ -325,7 +325,7 @@ class Engine:
         self._record = None
         if left := record.members():
             raise EngineError(f"{len(left)} processes of the server survived SIGKILL: {[p.pid for p in left]}")
-        if held > GIB // 2 and not _until(lambda: psutil.virtual_memory().available >= before + held // 2, 10.0):
+        if held > GIB // 2 and not _until(lambda: available_bytes() >= before + held // 2, 10.0):
             logger.warning("the server is gone, but %.1f GiB of its memory have not come back", held / GIB)
 
 
@@ -360,7 +360,7 @@ def memory_need(recipe: Recipe, machine: Machine, seen: checkpoints.Checkpoint) 
 def check_memory(recipe: Recipe, machine: Machine, seen: checkpoints.Checkpoint, running: list[Record]) -> None:
     """Raise MachineError, with the sum, where MemAvailable or the GPU's memory is too small for a start."""
     need = memory_need(recipe, machine, seen)
-    available = psutil.virtual_memory().available
+    available = available_bytes()
     if sum(need.values()) > available:
         terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in need.items())
         names = ", ".join(f"{r.recipe['name']} on port {r.port}" for r in running)

@@ -118,7 +118,7 @@ class Machine:
         name = platform.node() or "this machine"
         here = cls(
             profile=profile, name=name, arch=platform.machine(), cores=_usable_cores(),
-            mem_total_bytes=memory.total, mem_available_bytes=memory.available, versions=_versions(), **(gpu or {}),
+            mem_total_bytes=memory.total, mem_available_bytes=available_bytes(), versions=_versions(), **(gpu or {}),
         )  # fmt: skip
         wanted = os.environ.get("SPARKMOE_MACHINE", "auto")
         return here._with_profile(profile if wanted in ("", "auto") else _profile(wanted))
@@ -222,6 +222,23 @@ _NEEDS: dict[str, tuple[str, tuple[int | tuple[int, int], ...]] | None] = {
 def home() -> Path:
     """Where sparkmoe keeps state: servers it started and checkpoints it derived (`SPARKMOE_HOME`)."""
     return Path(os.environ.get("SPARKMOE_HOME") or Path.home() / ".cache" / "sparkmoe").expanduser().absolute()
+
+
+def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """Memory that a new process could get: MemAvailable, or what a container's limit (cgroup v2) leaves, if less.
+
+    Page cache counts as available in both: it is given back when it is needed.
+    """
+    available = psutil.virtual_memory().available
+    try:
+        limit = (cgroup / "memory.max").read_text().strip()
+        if limit == "max":
+            return available
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        used = int((cgroup / "memory.current").read_text()) - int(stat["inactive_file"])
+        return max(0, min(available, int(limit) - used))
+    except (OSError, ValueError, KeyError):
+        return available
 
 
 def read_gpu(nvml: Any = None) -> dict[str, Any] | None:

@@ -20,8 +20,7 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
-
+from sparkmoe.machine import available_bytes
 from sparkmoe.processes import Identity, Record, end_group
 
 _WAKE_S = 0.5
@@ -76,7 +75,7 @@ def _watch(record: Record, child: subprocess.Popen[bytes]) -> tuple[str, float]:
             return "asked to (SIGTERM)", record.grace_s
         if not record.owners():
             return "its last owner is gone", min(record.grace_s, 10.0)
-        available = psutil.virtual_memory().available
+        available = available_bytes()
         if available < record.floor_bytes:
             have, floor = available / 2**30, record.floor_bytes / 2**30
             return f"available memory fell to {have:.1f} GiB, below the floor of {floor:.1f} GiB", 2.0
