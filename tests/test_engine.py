@@ -12,11 +12,12 @@ import psutil
 import pytest
 
 from lifetimes import listening, processes_of
-from sparkmoe import engine as engine_module
+from sparkmoe import gates
 from sparkmoe.checkpoint import inspect
 from sparkmoe.client import Client
-from sparkmoe.engine import Engine, check_memory, free_port, memory_need, server_environment
+from sparkmoe.engine import Engine
 from sparkmoe.errors import EngineError, MachineError, ModelError, RecipeError
+from sparkmoe.gates import check_memory, free_port, memory_need, server_environment
 from sparkmoe.machine import GIB, Machine
 from sparkmoe.processes import OWNER_ENV, end_all, group, records
 from sparkmoe.recipe import RECIPES, Command, Recipe
@@ -148,7 +149,7 @@ def test_an_unwritable_log_folder_is_said_before_loading(miniature: Path, own_ho
 def test_too_little_memory_is_said_with_the_sum(
     monkeypatch: pytest.MonkeyPatch, miniature: Path, own_home: Path
 ) -> None:
-    monkeypatch.setattr(engine_module, "available_bytes", lambda: GIB)
+    monkeypatch.setattr(gates, "available_bytes", lambda: GIB)
     engine = Engine("baseline", "cpu", miniature, show=False)
     with pytest.raises(MachineError) as error:
         engine.start()

@@ -212,7 +212,7 @@ def _print_command(recipe: Any, machine: str, model: Path | None, port: int | No
     import secrets
 
     from sparkmoe import checkpoint
-    from sparkmoe.engine import free_port
+    from sparkmoe.gates import free_port
     from sparkmoe.machine import Machine
 
     where = Machine.named(machine)

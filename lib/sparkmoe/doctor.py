@@ -17,8 +17,8 @@ from typing import Literal
 import psutil
 
 from sparkmoe import checkpoint as checkpoints
-from sparkmoe.engine import free_port, memory_need
 from sparkmoe.errors import SparkmoeError
+from sparkmoe.gates import free_port, memory_need
 from sparkmoe.machine import GIB, Machine, available_bytes, home
 from sparkmoe.processes import records, servers
 from sparkmoe.recipe import RECIPES, Recipe

@@ -22,7 +22,6 @@ import logging
 import os
 import re
 import secrets
-import socket
 import subprocess
 import sys
 import time
@@ -36,6 +35,7 @@ import psutil
 
 from sparkmoe import checkpoint as checkpoints
 from sparkmoe.errors import EngineError, MachineError
+from sparkmoe.gates import FLOOR_BYTES, check_memory, check_port, free_port, server_environment
 from sparkmoe.machine import GIB, Machine, available_bytes
 from sparkmoe.processes import Identity, Record, loading_lock, records, servers, write_private
 from sparkmoe.recipe import Recipe
@@ -46,9 +46,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 _POLL_S = 0.1
-# What a server costs beside its weights and pools: interpreters, PyTorch, CUDA context, graphs.
-_OVERHEAD_BYTES = {"spark": 8 * GIB, "hopper": 10 * GIB, "cpu": int(3.2 * GIB)}
-_FLOOR_BYTES = {"spark": 4 * GIB, "hopper": 2 * GIB, "cpu": GIB // 4}
 
 
 class Engine:
@@ -227,7 +224,7 @@ class Engine:
             fingerprint=fingerprint, recipe=asdict(self.recipe), profile=self.machine.profile, model=str(self.model),
             host=self.host, port=port, api_key=secrets.token_urlsafe(24), log_path=str(log),
             evidence_path=str(evidence), argv=[], grace_s=self.machine.stop_grace_s,
-            floor_bytes=_FLOOR_BYTES[self.machine.profile],
+            floor_bytes=FLOOR_BYTES[self.machine.profile],
         )  # fmt: skip
         command = self.recipe.command(self.machine, **where, config=record.config_path)
         record.argv = list(command.argv)
@@ -327,76 +324,6 @@ class Engine:
             raise EngineError(f"{len(left)} processes of the server survived SIGKILL: {[p.pid for p in left]}")
         if held > GIB // 2 and not _until(lambda: available_bytes() >= before + held // 2, 10.0):
             logger.warning("the server is gone, but %.1f GiB of its memory have not come back", held / GIB)
-
-
-def server_environment(inherited: Any) -> dict[str, str]:
-    """The caller's environment without `SGLANG_*` and our own: what a shell holds must not change a measured server."""
-    ours = {name for name in inherited if name.startswith("SPARKMOE_") and name != "SPARKMOE_HOME"}
-    dropped = sorted(ours | {name for name in inherited if name.startswith(("SGLANG_", "SGL_"))})
-    if dropped:
-        logger.info("not passed to the server: %s (use Recipe.extra_env)", ", ".join(dropped))
-    kept = {name: value for name, value in inherited.items() if name not in dropped}
-    # Byte code of SGLang and PyTorch is worth 20 s a start; a shell that forbids writing it should not cost that.
-    kept.pop("PYTHONDONTWRITEBYTECODE", None)
-    return kept | {"PYTHONUNBUFFERED": "1"}
-
-
-def memory_need(recipe: Recipe, machine: Machine, seen: checkpoints.Checkpoint) -> dict[str, int]:
-    """Bytes of host memory that a start needs, by purpose; the sum is compared with MemAvailable.
-
-    On unified memory SGLang takes its fraction of the whole pool for weights and caches; a discrete GPU holds both, and
-    the host only what streams through it; on a CPU the weights are held in float32.
-    """
-    parts = {"server processes": _OVERHEAD_BYTES[machine.profile], "floor": _FLOOR_BYTES[machine.profile]}
-    if machine.profile == "cpu":
-        floats = sum(size for dtype, size in seen.bytes_by_dtype.items() if dtype in ("BF16", "F16"))
-        return {"weights in float32": seen.weight_bytes + floats} | parts
-    if machine.unified_memory:
-        pool = int((recipe.mem_fraction or 0.68) * machine.mem_total_bytes)
-        return {"weights and KV cache": max(pool, seen.weight_bytes)} | parts
-    return parts
-
-
-def check_memory(recipe: Recipe, machine: Machine, seen: checkpoints.Checkpoint, running: list[Record]) -> None:
-    """Raise MachineError, with the sum, where MemAvailable or the GPU's memory is too small for a start."""
-    need = memory_need(recipe, machine, seen)
-    available = available_bytes()
-    if sum(need.values()) > available:
-        terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in need.items())
-        names = ", ".join(f"{r.recipe['name']} on port {r.port}" for r in running)
-        hint = f"; running now: {names} (`sparkmoe stop` ends it)" if running else ""
-        raise MachineError(
-            f"not enough memory for recipe {recipe.name}: {sum(need.values()) / GIB:.1f} GiB needed ({terms}), "
-            f"{available / GIB:.1f} GiB available{hint}"
-        )
-    if machine.gpu_memory_bytes and seen.weight_bytes > 0.95 * machine.gpu_memory_bytes:
-        raise MachineError(
-            f"the weights of {seen.path.name} are {seen.weight_bytes / GIB:.1f} GiB, "
-            f"{machine.gpu_name} has {machine.gpu_memory_bytes / GIB:.1f} GiB"
-        )
-
-
-def free_port(host: str = "127.0.0.1") -> int:
-    """A port that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind((host, 0))
-        return int(probe.getsockname()[1])
-
-
-def check_port(port: int, host: str = "127.0.0.1") -> int:
-    """`port` if a server could listen there. Raises MachineError that names who does, where the system tells."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind((host, port))
-            return port
-        except OSError as error:
-            reason = error.strerror or str(error)
-    who = ""
-    for connection in psutil.net_connections("tcp"):
-        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
-            who = f" by process {connection.pid} ({psutil.Process(connection.pid).name()})"
-    raise MachineError(f"port {port} on {host} is taken{who} ({reason}); choose another, or none for a free one")
 
 
 @contextmanager

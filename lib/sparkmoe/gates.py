@@ -1,0 +1,95 @@
+"""What is checked before anything is loaded.
+
+Loading takes seconds on the miniature and six minutes for 66 GB, and what is found late costs those minutes again; on a
+machine whose GPU shares its memory with everything else, too large a load costs a power cycle. Memory, port and
+environment can be judged in milliseconds, so they are, and a refusal shows its sum.
+"""
+
+from __future__ import annotations
+
+import logging
+import socket
+from collections.abc import Mapping
+
+import psutil
+
+from sparkmoe.checkpoint import Checkpoint
+from sparkmoe.errors import MachineError
+from sparkmoe.machine import GIB, Machine, available_bytes
+from sparkmoe.processes import Record
+from sparkmoe.recipe import Recipe
+
+logger = logging.getLogger(__name__)
+# What a server costs beside its weights and pools: interpreters, PyTorch, CUDA context, graphs.
+_OVERHEAD_BYTES = {"spark": 8 * GIB, "hopper": 10 * GIB, "cpu": int(3.2 * GIB)}
+FLOOR_BYTES = {"spark": 4 * GIB, "hopper": 2 * GIB, "cpu": GIB // 4}
+
+
+def server_environment(inherited: Mapping[str, str]) -> dict[str, str]:
+    """The caller's environment without `SGLANG_*` and our own: what a shell holds must not change a measured server."""
+    ours = {name for name in inherited if name.startswith("SPARKMOE_") and name != "SPARKMOE_HOME"}
+    dropped = sorted(ours | {name for name in inherited if name.startswith(("SGLANG_", "SGL_"))})
+    if dropped:
+        logger.info("not passed to the server: %s (use Recipe.extra_env)", ", ".join(dropped))
+    kept = {name: value for name, value in inherited.items() if name not in dropped}
+    # Byte code of SGLang and PyTorch is worth 20 s a start; a shell that forbids writing it should not cost that.
+    kept.pop("PYTHONDONTWRITEBYTECODE", None)
+    return kept | {"PYTHONUNBUFFERED": "1"}
+
+
+def memory_need(recipe: Recipe, machine: Machine, seen: Checkpoint) -> dict[str, int]:
+    """Bytes of host memory that a start needs, by purpose; the sum is compared with MemAvailable.
+
+    On unified memory SGLang takes its fraction of the whole pool for weights and caches; a discrete GPU holds both, and
+    the host only what streams through it; on a CPU the weights are held in float32.
+    """
+    parts = {"server processes": _OVERHEAD_BYTES[machine.profile], "floor": FLOOR_BYTES[machine.profile]}
+    if machine.profile == "cpu":
+        floats = sum(size for dtype, size in seen.bytes_by_dtype.items() if dtype in ("BF16", "F16"))
+        return {"weights in float32": seen.weight_bytes + floats} | parts
+    if machine.unified_memory:
+        pool = int((recipe.mem_fraction or 0.68) * machine.mem_total_bytes)
+        return {"weights and KV cache": max(pool, seen.weight_bytes)} | parts
+    return parts
+
+
+def check_memory(recipe: Recipe, machine: Machine, seen: Checkpoint, running: list[Record]) -> None:
+    """Raise MachineError, with the sum, where MemAvailable or the GPU's memory is too small for a start."""
+    need = memory_need(recipe, machine, seen)
+    available = available_bytes()
+    if sum(need.values()) > available:
+        terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in need.items())
+        names = ", ".join(f"{r.recipe['name']} on port {r.port}" for r in running)
+        hint = f"; running now: {names} (`sparkmoe stop` ends it)" if running else ""
+        raise MachineError(
+            f"not enough memory for recipe {recipe.name}: {sum(need.values()) / GIB:.1f} GiB needed ({terms}), "
+            f"{available / GIB:.1f} GiB available{hint}"
+        )
+    if machine.gpu_memory_bytes and seen.weight_bytes > 0.95 * machine.gpu_memory_bytes:
+        raise MachineError(
+            f"the weights of {seen.path.name} are {seen.weight_bytes / GIB:.1f} GiB, "
+            f"{machine.gpu_name} has {machine.gpu_memory_bytes / GIB:.1f} GiB"
+        )
+
+
+def free_port(host: str = "127.0.0.1") -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind((host, 0))
+        return int(probe.getsockname()[1])
+
+
+def check_port(port: int, host: str = "127.0.0.1") -> int:
+    """`port` if a server could listen there. Raises MachineError that names who does, where the system tells."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind((host, port))
+            return port
+        except OSError as error:
+            reason = error.strerror or str(error)
+    who = ""
+    for connection in psutil.net_connections("tcp"):
+        if connection.status == psutil.CONN_LISTEN and connection.laddr.port == port and connection.pid:
+            who = f" by process {connection.pid} ({psutil.Process(connection.pid).name()})"
+    raise MachineError(f"port {port} on {host} is taken{who} ({reason}); choose another, or none for a free one")
