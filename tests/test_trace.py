@@ -182,9 +182,37 @@ def test_by_place_on_short_sequences() -> None:
     assert by_place(["GEMM", "RESIDUAL NORM", "GEMM", "RESIDUAL NORM", "GEMM", "sampling"]) == [
         "embedding", "norms", "dense", "norms", "head", "sampling",
     ]  # fmt: skip
-    assert classify("void at::native::vectorized_elementwise_kernel<4>") == "SMALL"
-    assert classify("ncclDevKernel_AllReduce") == "communication"
-    assert classify("quux") == breakdown.UNKNOWN
+
+
+# Names as SGLang, FlashInfer, Humming and the CUDA libraries give them.
+KERNELS = {
+    "kda": """fused_recurrent_kda_packed_decode_kernel _causal_conv1d_update_kernel l2norm_fwd_kernel
+        fused_kda_conv_gating_verify_kernel fused_sigmoid_gating_delta_rule_update_kernel _rms_norm_gate_fwd_kernel
+        _fused_conv_window_scatter_with_mask_kernel layer_norm_gated_fwd_kernel""",
+    "mla": """_fwd_grouped_kernel_stage1_rope _fwd_kernel_stage2 _verify_mla_prefix_stage1 set_mla_kv_buffer_kernel
+        flashinfer::BatchDecodeWithPagedKVCacheKernelMLA flash_fwd_splitkv_mla_kernel concat_and_cast_mha_k_kernel""",
+    "ROUTING": """deepseek_v3_topk_kernel topkGatingSigmoid moe_fused_gate_kernel _router_gemv_kernel
+        biased_grouped_topk _sigmoid_gate_topk_renorm_kernel""",
+    "experts": """humming fused_moe_kernel _moe_sum_reduce_kernel moe_align_block_size_kernel finalizeMoeRoutingKernel
+        cutlass::gemm::GroupProblemShape<Shape> _grouped_gemm_kernel post_reorder_triton_kernel""",
+    "RESIDUAL NORM": """flashinfer::norm::FusedAddRMSNormKernel fused_add_rmsnorm_kernel
+        _gemma_rmsnorm_residual_kernel""",
+    "NORM": "flashinfer::norm::RMSNormKernel _rmsnorm_fp32_kernel",
+    "sampling": """flashinfer::sampling::TopKTopPSamplingFromProbKernel AirTopPRenormRadixKernel
+        _argmax_final_kernel""",
+    "verification": "verify_tree_greedy_kernel_triton sgl_build_tree_kernel_efficient_triton fill_bonus_tokens",
+    "GEMM": """nvjet_tst_64x8_64x16_4x1_v_bz_TNT _w8a8_block_fp8_matmul_hopper cutlass::device_kernel gemvNSP_kernel
+        cublasLt::splitKreduce_kernel aten::addmm""",
+    "SMALL": "at::native::vectorized_elementwise_kernel<4> _per_token_group_quant_8bit act_and_mul_kernel",
+    "communication": "ncclDevKernel_AllReduce",
+    breakdown.UNKNOWN: "quux",
+}
+
+
+@pytest.mark.parametrize("label", KERNELS)
+def test_kernels_are_known_by_name(label: str) -> None:
+    names = KERNELS[label].split()
+    assert {name: classify(name) for name in names} == dict.fromkeys(names, label)
 
 
 def cpu_trace(steps: int = 5) -> Writer:

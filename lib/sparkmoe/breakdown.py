@@ -31,16 +31,27 @@ UNKNOWN = "unknown"
 RULES: tuple[tuple[str, str], ...] = (
     (r"nccl|all_?reduce|cross_device", "communication"),
     (r"memcpy|memset", "copies"),
-    (r"kda|gated_delta|delta_rule|fused_recurrent|causal_conv1d|l2norm", "kda"),
-    (r"mla|flash|fmha|decode_attention|_fwd_(grouped_)?kernel_stage|paged|rotary|rope", "mla"),
-    (r"humming|fused_moe|moe_|_moe|expert|grouped_?gemm", "experts"),
-    (r"top_?k.*(gating|softmax|sigmoid)|(grouped|biased)_?topk|gate_?topk|topk_gating", "ROUTING"),
-    (r"argmax|sampl|multinomial|top_?[kp]_|softmax|verify_tree|build_tree|renorm", "sampling"),
-    (r"fused_?add_?(rms)?_?norm|add_?rms_?norm", "RESIDUAL NORM"),
+    (r"kda|gdn|delta_rule|fused_recurrent|conv1d|conv_window|l2norm|mamba|ssm_|norm_gated?_", "kda"),
+    (r"router|(?<!MoE)routing|topk_?gating|moe_fused_gate|(gate|grouped|biased|sigmoid|deepseek\w*)_?topk", "ROUTING"),
+    (r"humming|moe|expert|group(ed|ProblemShape)?_?(gemm|<)|(pre|post)_reorder|src2dst", "experts"),
+    (r"tree|accept|bonus|draft_|verify_commit", "verification"),
+    (
+        r"sampl|argmax|multinomial|renorm|top_?k_?top_?p|topp|top_?k_kernel|softmax_(finalize|partials|write)",
+        "sampling",
+    ),
+    (r"add_?(rms|layer)?_?norm|norm_?residual|residual_?(rms)?_?norm", "RESIDUAL NORM"),
     (r"(rms|layer)_?norm", "NORM"),
-    (r"gemm|gemv|matmul|cutlass|cublas|xmma|nvjet|splitk|_mm_|linear|aten::(add)?mm", "GEMM"),
+    (r"mla|flash_?(attn|fwd|decode)|fmha|attention|batch_?(decode|prefill)|_fwd_(grouped_)?kernel|rotary|rope", "mla"),
+    (r"kv_buffer|kv_cache|kv_indices|cast_(q|mha)", "mla"),
+    (
+        r"gemm|gemv|gemvx|matvec|matmul|scaled_mm|cutlass|cublas|xmma|nvjet|split_?k|linear|dot_kernel|aten::\w*mm",
+        "GEMM",
+    ),
     (r"quant|cast|convert|fp8", "SMALL"),
-    (r"elementwise|vectorized|reduce|index|gather|scatter|copy|fill|silu|act_and_mul|sigmoid|mul|cat", "SMALL"),
+    (
+        r"element_?wise|vectorized|reduce|index|gather|scatter|copy|fill|silu|act_and_mul|sigmoid|mul|cat|softmax",
+        "SMALL",
+    ),
     (r"embedding", "embedding"),
 )
 EXTRA_BYTES = {"KDA state": "kda", "KV cache": "mla"}  # what a part reads besides its weights
