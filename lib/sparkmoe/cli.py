@@ -178,6 +178,7 @@ def run(
     results: ResultsOption = Path("results"),
 ) -> None:
     """Execute notebooks; copies, logs and data under results/<run>/. Exit code 1 if one fails."""
+    import contextlib
     import time
 
     from sparkmoe import notebooks_run as runner
@@ -188,20 +189,22 @@ def run(
     given = runner.assign(parameter or [], known)
     mode = "quick" if quick else "full"
     say(f"{len(chosen)} notebooks ({mode}), about {runner.minutes(chosen, quick):.0f} minutes on two cores")
-    store = Run.create(results, name=mode, notebooks=[p.stem for p in chosen], parameters=given, quick=quick)
-    say(f"results in {store.path}")
     done: list[runner.Executed] = []
     begun = time.monotonic()
-    try:
-        for result in runner.execute(chosen, store.path, given, quick=quick):
-            done.append(result)
-            say(f"  {result.name}: {'ok' if result.ok else 'FAILED'}, {result.seconds:.0f} s")
-            if result.error:
-                say(f"    {result.error}")
-    except runner.Interrupted as interrupted:
-        runner.forget(store.path, done)
-        say(f"interrupted ({interrupted}); kernels and servers are stopped")
-        raise typer.Exit(128 + interrupted.signum) from None
+    with runner.signals_raise():
+        store = Run.create(results, name=mode, notebooks=[p.stem for p in chosen], parameters=given, quick=quick)
+        say(f"results in {store.path}")
+        try:
+            with contextlib.closing(runner.execute(chosen, store.path, given, quick=quick, announce=say)) as executed:
+                for result in executed:
+                    done.append(result)
+                    say(f"  {result.name}: {'ok' if result.ok else 'FAILED'}, {result.seconds:.0f} s")
+                    if result.error:
+                        say(f"    {result.error}")
+        except runner.Interrupted as interrupted:
+            runner.forget(store.path, done)
+            say(f"interrupted ({interrupted}); kernels and servers are stopped")
+            raise typer.Exit(128 + interrupted.signum) from None
     summary = runner.as_json(store.path, done, time.monotonic() - begun)
     store.write_json("run.json", summary)
     answer(**summary)

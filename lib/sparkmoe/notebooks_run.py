@@ -23,7 +23,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -128,8 +128,15 @@ def minutes(notebooks: Sequence[Path], quick: bool) -> float:
     return sum(MINUTES.get(n.stem, _UNKNOWN_MINUTES)[0 if quick else 1] for n in notebooks)
 
 
-def execute(notebooks: Sequence[Path], out: Path, given: dict[str, Any], *, quick: bool) -> Iterator[Executed]:
-    """Execute notebooks in order and yield how each went. `out` must exist.
+def execute(
+    notebooks: Sequence[Path],
+    out: Path,
+    given: dict[str, Any],
+    *,
+    quick: bool,
+    announce: Callable[[str], None] = lambda _: None,
+) -> Generator[Executed, None, None]:
+    """Execute notebooks in order and yield how each went; `announce` is told when one begins. `out` must exist.
 
     `quick` reaches the notebooks that have such a parameter. Ends with every server of this process stopped. Raises
     Interrupted (a KeyboardInterrupt) on SIGINT, SIGTERM and SIGHUP, with kernels, servers and half-written copies gone.
@@ -145,6 +152,7 @@ def execute(notebooks: Sequence[Path], out: Path, given: dict[str, Any], *, quic
     with signals_raise():
         try:
             for notebook in notebooks:
+                announce(f"  {notebook.stem}, about {minutes([notebook], quick):.0f} min …")
                 declared = parameters_of(notebook)
                 values = {k: v for k, v in ({"quick": quick} | given).items() if k in declared}
                 yield _one(notebook, out, logs, values, environment)
