@@ -40,7 +40,7 @@ def extend_cache_locs(
     draft_token_num: int,
     device: Any,
 ) -> Tensor:
-    """Slots [start, end) of every request, one after the other, int64: `get_speculative_cache_locs_fn` of the platform."""
+    """Slots [start, end) of every request, one after the other, int64: the platform's own cache-locs function."""
     spans = zip(req_pool_indices.tolist(), start_offset.tolist(), end_offset.tolist(), strict=True)
     return torch.cat([req_to_token[request, start:end] for request, start, end in spans]).long()
 
