@@ -181,6 +181,11 @@ def test_what_a_shell_holds_does_not_reach_the_server() -> None:
     assert server_environment(given) == {"PATH": "/bin", "SPARKMOE_HOME": "/h", "PYTHONUNBUFFERED": "1"}
 
 
+def test_a_proxy_is_not_asked_for_the_server_itself() -> None:
+    seen = server_environment({"https_proxy": "x", "http_proxy": "http://proxy:3128", "no_proxy": "intranet"})
+    assert seen["NO_PROXY"] == seen["no_proxy"] == "intranet,127.0.0.1,localhost"
+
+
 # With a real server
 
 

@@ -17,8 +17,8 @@ MACHINES = {name: Machine.named(name) for name in ("cpu", "spark", "hopper")}
 RUNNABLE = [
     (recipe, machine) for recipe in RECIPES.values() for machine in MACHINES.values() if recipe.why_not(machine) is None
 ]
-# Read by PyTorch, OpenMP or our plugin; SGLang's own registry does not know them.
-FOREIGN_ENV = {"OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE", FP8_HEAD_ENV, EVIDENCE_ENV, DRAFT_HEAD_ENV}
+# Read by PyTorch, OpenMP, Hugging Face's hub or our plugin; SGLang's own registry does not know them.
+FOREIGN_ENV = {"HF_HUB_OFFLINE", "OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE", FP8_HEAD_ENV, EVIDENCE_ENV, DRAFT_HEAD_ENV}
 
 
 def flags(recipe: Recipe, machine: Machine) -> tuple[str, ...]:

@@ -34,6 +34,10 @@ def server_environment(inherited: Mapping[str, str]) -> dict[str, str]:
     kept = {name: value for name, value in inherited.items() if name not in dropped}
     # Byte code of SGLang and PyTorch is worth 20 s a start; a shell that forbids writing it should not cost that.
     kept.pop("PYTHONDONTWRITEBYTECODE", None)
+    if any(name.lower() in ("http_proxy", "all_proxy") for name in kept):
+        # SGLang's own warm-up request goes to 127.0.0.1, and through the proxy unless told otherwise.
+        direct = ",".join(filter(None, (kept.get("NO_PROXY") or kept.get("no_proxy"), "127.0.0.1", "localhost")))
+        kept |= {"NO_PROXY": direct, "no_proxy": direct}
     return kept | {"PYTHONUNBUFFERED": "1"}
 
 

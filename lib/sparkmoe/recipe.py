@@ -190,7 +190,7 @@ class Recipe:
         argv += ["--random-seed", str(self.seed)]
         concurrency = self.max_running_requests or machine.max_concurrency
         argv += ["--max-running-requests", str(concurrency)]
-        env: dict[str, str] = {}
+        env = {"HF_HUB_OFFLINE": "1"}  # the model is a folder: nothing may be looked up elsewhere
         fraction, tokens = self.mem_fraction, self.max_total_tokens
         if machine.profile == "cpu":
             argv += ["--device", "cpu", "--dtype", "float32", "--disable-overlap-schedule", "--sleep-on-idle"]
