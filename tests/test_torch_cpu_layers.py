@@ -1,7 +1,6 @@
 """The CPU platform's layers against the independent reference, phase by phase, without a server.
-
-The layers are built from stand-ins that carry the reference's weights in the fused layout that SGLang's loader produces, over
-small pools. What the loader itself does is tested on live models (test_torch_cpu_server.py).
+ The layers are built from stand-ins that carry the reference's weights in the fused layout that SGLang's loader
+produces, over small pools. What the loader itself does is tested on live models (test_torch_cpu_server.py).
 """
 
 from __future__ import annotations
@@ -66,7 +65,7 @@ def attention_stub(a, c: LingConfig, layer: int) -> Stub:
         kc, vc = a.kv_b_proj.weight.detach().unflatten(0, (c.num_attention_heads, -1)).split(
             [c.qk_nope_head_dim, c.v_head_dim], 1
         )
-        angle = torch.arange(512)[:, None] * c.rope_theta ** (
+        angle = torch.arange(4096)[:, None] * c.rope_theta ** (
             -torch.arange(0, c.qk_rope_head_dim, 2, dtype=torch.float32) / c.qk_rope_head_dim
         )
         stub = Stub(
@@ -175,7 +174,7 @@ class Machine:
             rows, torch.tensor(positions), torch.cat([r.slots[-(r.stop - r.start) :] for r in rows]), self.kv_pool,
             self.state_pool, [r + 1 for r in requests], decode=decode, verify=verify,
         )  # fmt: skip
-        x = self.ling.model.word_embeddings(torch.tensor(sum(tokens, []))).clone()
+        x = self.ling.model.word_embeddings(torch.tensor([t for ids in tokens for t in ids])).clone()
         return self.ling.lm_head(self.ling.model.norm(self.network(x, p))).log_softmax(-1)
 
     @torch.inference_mode()
