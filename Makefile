@@ -23,12 +23,12 @@ lab: $(READY)  ## open JupyterLab with the kernel ready
 	@$(BIN)/jupyter lab --ServerApp.root_dir=notebooks $(ARGS)
 
 test: $(READY)  ## lint, types and the whole test suite
-	@$(BIN)/ruff check lib tests
+	@$(BIN)/ruff check lib tests notebooks
 	@$(BIN)/mypy
 	@$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
 
 lint: $(READY)  ## style and types only
-	@$(BIN)/ruff check lib tests
+	@$(BIN)/ruff check lib tests notebooks
 	@$(BIN)/mypy
 
 lock: $(READY)  ## resolve env/requirements.lock anew (x86-64 and aarch64, Python 3.11 and 3.12)

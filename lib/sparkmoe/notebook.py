@@ -1,0 +1,172 @@
+"""What the notebooks share: where their data goes, and a table of checks at the end that cannot be overlooked.
+
+A notebook that ran through has shown little: a lever may have been off, a server may have answered from its cache. So a
+notebook collects `Check`s as it goes, and its last cell shows them, writes them beside its data, and raises
+`ChecksFailed` where one failed. The same table then turns up in `sparkmoe run`, in the report and in the gate.
+
+Data of one notebook is one run folder: inside the run under `sparkmoe run`, otherwise in `results/` of the checkout.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from pathlib import Path
+from typing import Any
+
+import pandas as pd
+
+from sparkmoe import stats
+from sparkmoe.errors import SparkmoeError
+from sparkmoe.judge import spoiled_by
+from sparkmoe.machine import Machine
+from sparkmoe.notebooks_run import RUN_ENV
+from sparkmoe.results import Run, by_boot, write_atomic
+from sparkmoe.sample import Sample
+from sparkmoe.stats import Interval
+
+CHECKS_SCHEMA = "sparkmoe.checks/1"
+
+
+class ChecksFailed(SparkmoeError):
+    """At least one check of a notebook did not hold."""
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that must hold: what was expected, what was found, and what to do where they differ."""
+
+    what: str
+    ok: bool
+    found: str
+    expected: str
+    advice: str = ""
+
+
+class Checks:
+    """The checks of one notebook, in the order in which they were made."""
+
+    def __init__(self, run: Run, name: str) -> None:
+        self.run, self.name = run, name
+        self.checks: list[Check] = []
+
+    def add(self, what: str, ok: bool, found: object, expected: object, advice: str = "") -> bool:
+        """Note one check and return whether it holds. A repeated `what` (a cell run twice) replaces the earlier one."""
+        check = Check(what, bool(ok), str(found), str(expected), "" if ok else advice)
+        self.checks = [c for c in self.checks if c.what != what] + [check]
+        return check.ok
+
+    def samples_kept(self, measured: Measured) -> bool:
+        """At most one sample in ten was spoiled; says how many and why."""
+        why = ", ".join(f"{count} × {reason}" for reason, count in measured.spoiled.items()) or "none spoiled"
+        total = len(measured.records) + measured.left_out
+        found = f"{len(measured.records)} of {total} ({why})"
+        advice = "let the machine rest and repeat"
+        return self.add("samples kept", measured.left_out <= total // 10, found, "at most one in ten spoiled", advice)
+
+    def finish(self) -> pd.DataFrame:
+        """Write the checks to the run and return them as a table. If one failed: show it, then raise ChecksFailed."""
+        from IPython.display import display
+
+        failed = [check for check in self.checks if not check.ok]
+        if not self.checks:
+            raise ChecksFailed(f"{self.name} made no check: run its cells from the top")
+        self.run.write_json(
+            "checks.json",
+            {"schema": CHECKS_SCHEMA, "notebook": self.name, "checks": [asdict(check) for check in self.checks]},
+        )
+        shown = pd.DataFrame(
+            [("✔ pass" if c.ok else "✘ FAIL", c.what, c.found, c.expected, c.advice) for c in self.checks],
+            columns=["", "check", "found", "expected", "what to do"],
+        ).set_index("")
+        if failed:
+            display(shown)
+            listed = "; ".join(f"{c.what}: found {c.found}, expected {c.expected}" for c in failed)
+            raise ChecksFailed(f"{len(failed)} of {len(self.checks)} checks failed: {listed}")
+        return shown
+
+
+class Measured:
+    """What a finished bench says about its arms; spoiled samples are left out and counted."""
+
+    def __init__(self, run: Run) -> None:
+        everything = list(run.records())
+        self.records = [record for record in everything if not record.get("spoiled")]
+        self.left_out = len(everything) - len(self.records)
+        self.spoiled = spoiled_by(everything)
+
+    def values(self, arm: str, metric: str) -> list[list[float]]:
+        """One metric of an arm (`tpot_ms`, `ttft_ms`, …), grouped by boot."""
+        return by_boot(self.records, arm, metric)[0]
+
+    def interval(self, arm: str, metric: str = "tpot_ms") -> Interval:
+        return stats.summarize(self.values(arm, metric))
+
+    def speed(self, arm: str) -> Interval:
+        """Decoding speed in tok/s: 1000 ÷ TPOT of every sample."""
+        return stats.summarize([[1000 / ms for ms in boot] for boot in self.values(arm, "tpot_ms")])
+
+    def gain(self, new: str, base: str) -> Interval:
+        """How many times faster `new` decodes than `base`: the ratio of their TPOT."""
+        return stats.ratio(self.values(base, "tpot_ms"), self.values(new, "tpot_ms"))
+
+    def gaps_ms(self, arm: str) -> list[float]:
+        """Every gap between two events of the stream, of all samples of an arm, ascending."""
+        samples = [Sample.from_json(r["sample"]) for r in self.records if r["arm"] == arm]
+        return sorted(gap for sample in samples for gap in sample.gaps_ms)
+
+    def accepted(self, arm: str) -> list[int]:
+        """Verify steps that accepted exactly 0, 1, … drafts, over all samples of an arm."""
+        rows = [r["sample"]["accept_histogram"] for r in self.records if r["arm"] == arm]
+        return [sum(column) for column in zip_longest(*rows, fillvalue=0)]
+
+    def accept_length(self, arm: str) -> float:
+        """Tokens a verify step yields on average, the target's own included."""
+        counts = self.accepted(arm)
+        return 1 + sum(k * steps for k, steps in enumerate(counts)) / sum(counts)
+
+    def equal_answers(self, arm: str, base: str) -> tuple[int, int]:
+        """(answers of `arm` that equal `base`'s token by token, answers compared)."""
+        mine, theirs = (
+            {(r["boot"], r["request"]): r["sample"]["token_ids"] for r in self.records if r["arm"] == name}
+            for name in (arm, base)
+        )
+        shared = mine.keys() & theirs.keys()
+        return sum(mine[key] == theirs[key] for key in shared), len(shared)
+
+
+def results_root() -> Path:
+    """Where runs are kept: inside the current `sparkmoe run`, else `results/` beside the notebooks of the checkout."""
+    if inside := os.environ.get(RUN_ENV):
+        return Path(inside)
+    checkout = Path(__file__).parents[2]
+    return (checkout if (checkout / "notebooks").is_dir() else Path.cwd()) / "results"
+
+
+def open_run(name: str, machine: Machine, **conditions: Any) -> Run:
+    """A new run folder for one notebook, with its manifest. `conditions` go into the manifest (model, seeds, …)."""
+    run_id = name if os.environ.get(RUN_ENV) else time.strftime(f"%Y%m%d-%H%M%S-{name}", time.gmtime())
+    return Run.create(results_root(), run_id=run_id, machine=machine, **conditions)
+
+
+def show_figure(run: Run, name: str, figure: Any) -> Any:
+    """Keep a Plotly figure in the run (`figures/<name>.json`) and return it, so that the cell shows it."""
+    write_atomic(run.folder("figures") / f"{name}.json", figure.to_json())
+    return figure
+
+
+def command(text: str) -> Any:
+    """A shell command as a block that can be copied."""
+    from IPython.display import Markdown
+
+    return Markdown(f"```sh\n{text}\n```")
+
+
+def table(rows: Mapping[str, Any] | Sequence[Mapping[str, Any]]) -> pd.DataFrame:
+    """A mapping as two columns, or a list of mappings as a table, for the end of a cell."""
+    if isinstance(rows, Mapping):
+        return pd.DataFrame({"": list(rows), "value": [str(v) for v in rows.values()]}).set_index("")
+    return pd.DataFrame(list(rows)).set_index(next(iter(rows[0]))) if rows else pd.DataFrame()
