@@ -165,7 +165,7 @@ class Machine:
         rows, positions, start = [], [], 0
         for r, ids in zip(requests, tokens, strict=True):
             done = self.length[r]
-            rows.append(Rows(start, start + len(ids), self.table[r, : done + len(ids)]))
+            rows.append(Rows.of(start, start + len(ids), self.table[r, : done + len(ids)]))
             positions += range(done, done + len(ids))
             start += len(ids)
             if not verify:

@@ -8,12 +8,13 @@ product: for one query that is three small operators, where the fused attention 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch import Tensor
 
-_QUERY_BLOCK = 256  # bounds the score matrix of a long prompt: block · heads · length floats
+_QUERY_BLOCK = 128  # bounds the score matrix of a long prompt: block · heads · length floats
 
 
 class TorchCpuAttnBackend(TorchNativeAttnBackend):
@@ -32,11 +33,24 @@ class TorchCpuDraftBackend:
 
 @dataclass(frozen=True)
 class Rows:
-    """One request's part of a batch: its tokens [start, stop) and the cache slots of its whole context."""
+    """One request's part of a batch: its tokens [start, stop) and the cache slots of its whole context.
+
+    `run` is the slots' range where they follow one another, as they mostly do with one request at a time: the context
+    is a view of the cache then, and nothing is gathered.
+    """
 
     start: int
     stop: int
     slots: Tensor
+    run: slice | None = None
+
+    @classmethod
+    def of(cls, start: int, stop: int, slots: Tensor) -> Rows:
+        """slots: [context], int64 or int32."""
+        first, last = int(slots[0]), int(slots[-1])
+        if last - first == len(slots) - 1 and bool((slots[1:] > slots[:-1]).all()):
+            return cls(start, stop, slots, slice(first, last + 1))
+        return cls(start, stop, slots.long())
 
     @property
     def prefix(self) -> int:
@@ -51,7 +65,7 @@ def latent_attention(query: Tensor, cache: Tensor, rows: list[Rows], latent: int
     """
     out = query.new_empty(*query.shape[:2], latent)
     for row in rows:
-        keys = cache.index_select(0, row.slots).to(query.dtype)
+        keys = (cache.index_select(0, row.slots) if row.run is None else cache[row.run]).to(query.dtype)
         for start in range(row.start, row.stop, _QUERY_BLOCK):
             stop = min(start + _QUERY_BLOCK, row.stop)
             _attend(query[start:stop], keys[: row.prefix + stop - row.start], out[start:stop])
@@ -63,7 +77,11 @@ def _attend(query: Tensor, keys: Tensor, out: Tensor) -> None:
     count, heads, size = query.shape
     scores = torch.mm(query.reshape(-1, size), keys.t())
     if count > 1:
-        own = scores.view(count, heads, -1)[:, :, -count:]
-        hidden = torch.ones(count, count, dtype=torch.bool).triu_(1)
-        own.masked_fill_(hidden.unsqueeze(1), float("-inf"))
+        scores.view(count, heads, -1)[:, :, -count:].masked_fill_(_later(count), float("-inf"))
     torch.mm(scores.softmax(-1), keys[:, : out.shape[-1]], out=out.view(count * heads, -1))
+
+
+@lru_cache(maxsize=16)
+def _later(count: int) -> Tensor:
+    """[count, 1, count]: True where a token would look ahead."""
+    return torch.ones(count, count, dtype=torch.bool).triu_(1).unsqueeze(1)

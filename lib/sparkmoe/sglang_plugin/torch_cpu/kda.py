@@ -8,16 +8,22 @@ solve a small triangular system, and only the state walks from chunk to chunk (`
 tokens is one short chunk whose state is not written back, because nobody knows yet how many tokens will be accepted;
 it keeps what each token would have added, and `replay` adds the accepted ones. That is far less traffic than storing
 a state per drafted token.
+ Shapes: G sequences times heads in one axis (every head of every sequence is a problem of its own), T tokens. Queries
+arrive scaled, queries and keys normalized, all in FP32.
 """
 
 from __future__ import annotations
+
+from functools import cache
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from sparkmoe.sglang_plugin.torch_cpu.ops import constant
+
 CHUNK = 32
-_MIN_LOG_DECAY = -40.0  # e^-40 of anything is nothing in FP32; keeps exponents of a chunk inside FP64
+_MIN_LOG_DECAY = -40.0  # e^-40 of anything is nothing in FP32; keeps a chunk's exponents inside FP64
 
 
 def log_decay(raw: Tensor, a: Tensor, a_bias: Tensor, lower_bound: float | None) -> Tensor:
@@ -27,50 +33,41 @@ def log_decay(raw: Tensor, a: Tensor, a_bias: Tensor, lower_bound: float | None)
     bound (the "safe gate") lower_bound · sigmoid(a (raw + dt_bias)), else −a · softplus(raw + dt_bias).
     """
     if lower_bound is not None:
-        return torch.addcmul(a_bias, raw, a).sigmoid_().mul_(lower_bound)
+        return torch.addcmul(a_bias, raw, a).sigmoid_().mul_(constant(lower_bound))
     return F.softplus(raw + a_bias / a).mul_(a).neg_()
 
 
 def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> Tensor:
-    """One token per sequence; `state` [B, H, V, K] is updated in place. q, k, g: [B, H, K]; v: [B, H, V]; beta: [B,
-    H].
-
-    q is already scaled, q and k are normalized. Returns [B, H, V].
-    """
-    state.mul_(g.exp().unsqueeze(-2))
-    seen = torch.matmul(state, k.unsqueeze(-1)).squeeze(-1)
-    u = torch.sub(v, seen).mul_(beta.unsqueeze(-1))
-    state.addcmul_(u.unsqueeze(-1), k.unsqueeze(-2))
-    return torch.matmul(state, q.unsqueeze(-1)).squeeze(-1)
+    """One token. q, k, g: [G, K]; v: [G, V]; beta: [G]; `state` [G, V, K] is updated in place. Returns [G, V]."""
+    state.mul_(g.exp().unsqueeze(1))
+    seen = torch.bmm(state, k.unsqueeze(2))
+    u = torch.sub(v.unsqueeze(2), seen).mul_(beta.view(-1, 1, 1))
+    state.baddbmm_(u, k.unsqueeze(1))
+    return torch.bmm(state, q.unsqueeze(2)).squeeze(2)
 
 
 def verify(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """T ≤ 8 drafted tokens per sequence, `state` [B, H, V, K] untouched. q, k, g: [B, H, T, K]; v: [B, H, T, V];
-    beta: [B, H, T].
+    """A few drafted tokens; `state` [G, V, K] stays as it is. q, k, g: [G, T, K]; v: [G, T, V]; beta: [G, T].
 
-    Returns the outputs [B, H, T, V], the writes u [B, H, T, V], and the cumulative log decay [B, H, T, K], which
-    `replay` takes. Decay between two tokens is computed pair by pair, so any gate is exact here.
+    Returns the outputs [G, T, V], the writes u [G, T, V] and the cumulative log decay [G, T, K], which `replay`
+    takes. The decay between two tokens is computed pair by pair, so any gate is exact here.
     """
-    total = g.cumsum(2)
-    n = q.shape[2]
-    pair = (total.unsqueeze(3) - total.unsqueeze(2)).clamp_(max=0.0).exp_()  # [B, H, t, s, K]; s > t is masked below
-    pair.mul_(k.unsqueeze(2))
-    kk = torch.matmul(pair, k.unsqueeze(-1)).squeeze(-1)  # [B, H, t, s]
-    qk = torch.matmul(pair, q.unsqueeze(-1)).squeeze(-1).tril_()
-    decayed = torch.cat([k, q], 2) * total.exp().repeat(1, 1, 2, 1)
-    seen = torch.matmul(decayed, state.transpose(-1, -2))  # [B, H, 2 T, V]
-    u = torch.sub(v, seen[:, :, :n]).mul_(beta.unsqueeze(-1))
+    groups, n, size = q.shape
+    total = g.cumsum(1)
+    pair = (total.unsqueeze(2) - total.unsqueeze(1)).exp_().mul_(k.unsqueeze(1))  # [G, t, s, K], dropped where s > t
+    both = torch.bmm(pair.view(groups * n, n, size), torch.stack([k, q], -1).view(groups * n, size, 2))
+    mixing, attention = both.view(groups, n, n, 2).unbind(-1)
+    decay = total.exp()
+    seen = torch.bmm(torch.cat([k * decay, q * decay], 1), state.transpose(1, 2))  # [G, 2 T, V]
+    beta = beta.unsqueeze(2)
+    u = torch.sub(v, seen[:, :n]).mul_(beta)
     if n > 1:
-        mixing = kk.mul_(beta.unsqueeze(-1)).tril_(-1)
-        u = torch.linalg.solve_triangular(mixing, u, upper=False, unitriangular=True)
-    return torch.matmul(qk, u).add_(seen[:, :, n:]), u, total
+        u = torch.linalg.solve_triangular((mixing * beta).tril_(-1), u, upper=False, unitriangular=True)
+    return torch.baddbmm(seen[:, n:], attention.tril(), u), u, total
 
 
 def replay(state: Tensor, k: Tensor, u: Tensor, total: Tensor, count: int) -> Tensor:
-    """The state after the first `count` ≥ 1 tokens of `verify`.
-
-    state: [..., V, K]; k, total: [..., T, K]; u: [..., T, V].
-    """
+    """The state after the first `count` ≥ 1 tokens of `verify`. state: [..., V, K]; k, total: [..., T, K]; u: [..., T, V]."""
     last = total[..., count - 1 : count, :]
     kept = (last - total[..., :count, :]).exp_().mul_(k[..., :count, :])
     return (state * last.exp()).add_(torch.matmul(u[..., :count, :].transpose(-1, -2), kept))
@@ -79,46 +76,47 @@ def replay(state: Tensor, k: Tensor, u: Tensor, total: Tensor, count: int) -> Te
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, bounded: bool
 ) -> tuple[Tensor, Tensor]:
-    """A whole sequence. q, k, g: [H, T, K]; v: [H, T, V]; beta: [H, T]; state: [H, V, K]. Returns [H, T, V] and the
-    new state.
+    """A whole sequence. q, k, g: [G, T, K]; v: [G, T, V]; beta: [G, T]; state: [G, V, K]. Returns [G, T, V] and a new
+    state.
 
-    With G the cumulative log decay inside a chunk, e^(G_t − G_s) is split into two factors around the chunk's middle.
+    With L the cumulative log decay inside a chunk, e^(L_t − L_s) is split into two factors around the chunk's middle.
     Where the gate is bounded (g ≥ −5) a chunk of 32 stays inside FP32; otherwise the exponents go to FP64, with g cut
     at −40.
     """
     length, size = q.shape[1:]
-    kind = q.dtype
     if not bounded:
         q, k, v, beta, state = (x.double() for x in (q, k, v, beta, state))
         g = g.clamp(min=_MIN_LOG_DECAY).double()
-    chunk = CHUNK if bounded else CHUNK // 2
+    chunk = min(CHUNK if bounded else CHUNK // 2, length)
     if pad := -length % chunk:
         q, k, v, g = (F.pad(x, (0, 0, 0, pad)) for x in (q, k, v, g))
         beta = F.pad(beta, (0, pad))
-    q, k, v, g = (x.unflatten(1, (-1, chunk)) for x in (q, k, v, g))  # [H, n, C, *]
+    q, k, v, g = (x.contiguous().view(x.shape[0], -1, chunk, x.shape[2]) for x in (q, k, v, g))  # [G, n, C, *]
     beta = beta.unflatten(1, (-1, chunk)).unsqueeze(-1)
-    total = g.cumsum(2)
-    middle = total[:, :, chunk // 2 - 1 : chunk // 2]
-    centred = total - middle
+    total = torch.matmul(_ones_below(chunk, g.dtype), g)  # cumsum over the chunk
+    centred = total - total[:, :, chunk // 2 : chunk // 2 + 1]
     forward = centred.exp()
     backward = centred.neg_().exp_().mul_(k).transpose(-1, -2)  # may overflow where s > t; tril drops those
     mixing = torch.matmul(k * forward, backward).mul_(beta).tril_(-1)
-    attention = torch.matmul(q * forward, backward).tril_()
+    attention = torch.matmul(forward.mul_(q), backward).tril_()
     decay = total.exp()
     right = torch.cat([v, k * decay], -1).mul_(beta)
     solved = torch.linalg.solve_triangular(mixing, right, upper=False, unitriangular=True)
     writes, reads = solved.split([v.shape[-1], size], -1)
     last = total[:, :, -1:]
-    at_end = (last - total).exp_().mul_(k)
-    query = q * decay
-    keep = last.exp().transpose(-1, -2)  # [H, n, K, 1]
-    s = state.transpose(-1, -2).contiguous()  # [H, K, V]
-    out = torch.empty_like(writes)
-    reading = torch.cat([reads, query], 2)  # both meet the state before the chunk
-    end_t = at_end.transpose(-1, -2)
-    for i in range(out.shape[1]):
+    at_end = (last - total).exp_().mul_(k).transpose(-1, -2)
+    keep = last.exp().transpose(-1, -2)  # [G, n, K, 1]
+    reading = torch.cat([reads, decay.mul_(q)], 2)  # both meet the state before the chunk
+    s = state.transpose(-1, -2).contiguous()  # [G, K, V]
+    out = []
+    for i in range(q.shape[1]):
         seen = torch.bmm(reading[:, i], s)
         u = writes[:, i] - seen[:, :chunk]
-        torch.baddbmm(seen[:, chunk:], attention[:, i], u, out=out[:, i])
-        s = torch.baddbmm(s * keep[:, i], end_t[:, i], u)
-    return out.flatten(1, 2)[:, :length].to(kind), s.transpose(-1, -2).to(kind)
+        out.append(torch.baddbmm(seen[:, chunk:], attention[:, i], u))
+        s = torch.baddbmm(s.mul_(keep[:, i]), at_end[:, i], u)
+    return torch.cat(out, 1)[:, :length].float(), s.transpose(-1, -2).float()
+
+
+@cache
+def _ones_below(size: int, kind: torch.dtype) -> Tensor:
+    return torch.ones(size, size, dtype=kind).tril_()

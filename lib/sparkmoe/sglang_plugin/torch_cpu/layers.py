@@ -87,7 +87,7 @@ class KdaLayer:
         self.a_bias = self.a * module.dt_bias.data.float()
         self.norm_weight, self.norm_eps = module.o_norm.weight.data.float(), module.o_norm.eps
         self.out_weight = module.o_proj.weight.data
-        self.scale = self.size**-0.5
+        self.qk_scale = torch.tensor([self.size**-0.5, 1.0]).view(2, 1, 1)
         self._pool: Any = None
 
     def states(self, pool: Any) -> tuple[Tensor, Tensor]:
@@ -98,11 +98,10 @@ class KdaLayer:
         return self._conv, self._state
 
     def __call__(self, x: Tensor, p: Pass) -> Tensor:
-        qkv, beta, forget, gate = F.linear(x, self.weight).split(self.order, -1)
-        g = kda.log_decay(forget.float(), self.a, self.a_bias, self.lower_bound)
-        beta = beta.float().sigmoid()
+        qkv, beta, forget, gate = F.linear(x, self.weight).float().split_with_sizes(self.order, -1)
+        g = kda.log_decay(forget, self.a, self.a_bias, self.lower_bound)
         mix = self._short if p.decode or p.verify else self._prompts
-        out = mix(qkv.float(), g, beta, p)
+        out = mix(qkv, g, beta.sigmoid(), p)
         out = rms_norm_gated(out, gate.unflatten(-1, (self.heads, self.size)), self.norm_weight, self.norm_eps)
         return F.linear(out.flatten(1).to(x.dtype), self.out_weight)
 
@@ -110,24 +109,26 @@ class KdaLayer:
         """Every request has the same few tokens. qkv: [B·T, 3 H K] → [B·T, H, V]."""
         conv_pool, state_pool = self.states(p.state_pool)
         batch, length = len(p.state_slots), p.verify or 1
-        alone = slice(p.state_slots[0], p.state_slots[0] + 1) if batch == 1 else p.state_slots
-        window = torch.cat([conv_pool[alone], qkv.view(batch, length, -1)], 1)
+        at = slice(p.state_slots[0], p.state_slots[0] + 1) if batch == 1 else p.state_slots
+        window = torch.cat([conv_pool[at], qkv.view(batch, length, -1)], 1)
         mixed = short_conv(window, self.conv_weight, length).view(batch, length, 3, self.heads, self.size)
-        qk = l2_normalize(mixed[:, :, :2])
-        q, k, v = qk[:, :, 0] * self.scale, qk[:, :, 1], mixed[:, :, 2]
-        g = g.view(batch, length, self.heads, self.size)
-        beta = beta.view(batch, length, self.heads)
-        state = state_pool[alone]
+        qk = l2_normalize(mixed[:, :, :2], self.qk_scale)
+        state = state_pool[at].flatten(0, 1)
         if not p.verify:
-            out = kda.step(q[:, 0], k[:, 0], v[:, 0], g[:, 0], beta[:, 0], state)
-            conv_pool[alone] = window[:, 1:]
+            q, k = qk[:, 0].transpose(0, 1).reshape(2, -1, self.size).unbind(0)
+            out = kda.step(q, k, mixed[:, 0, 2].reshape(-1, self.size), g.view(-1, self.size), beta, state)
+            conv_pool[at] = window[:, 1:]
             if batch > 1:
-                state_pool[alone] = state
-            return out
-        q, k, v, g = (t.transpose(1, 2) for t in (q, k, v, g))
-        out, u, total = kda.verify(q, k, v, g, beta.transpose(1, 2), state)
+                state_pool[at] = state.view(batch, self.heads, self.size, self.size)
+            return out.view(batch, self.heads, self.size)
+        q, k, v, g = (
+            t.transpose(1, 2).reshape(-1, length, self.size)
+            for t in (qk[:, :, 0], qk[:, :, 1], mixed[:, :, 2], g.view(batch, length, self.heads, self.size))
+        )
+        beta = beta.view(batch, length, self.heads).transpose(1, 2).reshape(-1, length)
+        out, u, total = kda.verify(q, k, v, g, beta, state)
         p.drafted.append(Drafted(k, u, total, window))
-        return out.transpose(1, 2).flatten(0, 1)
+        return out.view(batch, self.heads, length, self.size).transpose(1, 2).flatten(0, 1)
 
     def _prompts(self, qkv: Tensor, g: Tensor, beta: Tensor, p: Pass) -> Tensor:
         """Whole prompts or parts of them, one request after the other."""
@@ -135,25 +136,17 @@ class KdaLayer:
         taps = self.conv_weight.shape[0]
         out = qkv.new_empty(qkv.shape[0], self.heads, self.size)
         for row, slot in zip(p.rows, p.state_slots, strict=True):
-            span = slice(row.start, row.stop)
+            span, length = slice(row.start, row.stop), row.stop - row.start
             if row.prefix:
                 before, state = conv_pool[slot].float(), state_pool[slot].float()
             else:
                 before = qkv.new_zeros(taps - 1, qkv.shape[1])
                 state = qkv.new_zeros(self.heads, self.size, self.size)
             window = torch.cat([before, qkv[span]])
-            mixed = short_conv(window[None], self.conv_weight, row.stop - row.start)[0]
-            mixed = mixed.view(-1, 3, self.heads, self.size).permute(1, 2, 0, 3)  # [3, H, T, K]
-            qk = l2_normalize(mixed[:2])
-            result, state = kda.chunked(
-                qk[0] * self.scale,
-                qk[1],
-                mixed[2],
-                g[span].view(-1, self.heads, self.size).transpose(0, 1),
-                beta[span].t(),
-                state,
-                self.lower_bound is not None,
-            )
+            mixed = short_conv(window[None], self.conv_weight, length)[0].view(length, 3, self.heads, self.size)
+            q, k = l2_normalize(mixed[:, :2], self.qk_scale).permute(1, 2, 0, 3).unbind(0)
+            v, decay = mixed[:, 2].transpose(0, 1), g[span].view(length, self.heads, self.size).transpose(0, 1)
+            result, state = kda.chunked(q, k, v, decay, beta[span].t(), state, self.lower_bound is not None)
             out[span] = result.transpose(0, 1)
             conv_pool[slot] = window[-(taps - 1) :]
             state_pool[slot] = state
@@ -203,7 +196,7 @@ class MlaLayer:
         return self._cache
 
     def __call__(self, x: Tensor, p: Pass) -> Tensor:
-        query, latent, key_rope, *gate = F.linear(x, self.weight).split(self.order, -1)
+        query, latent, key_rope, *gate = F.linear(x, self.weight).split_with_sizes(self.order, -1)
         if self.up_weight is not None:
             query = F.linear(rms_norm(query, *_norm(self.query_norm)), self.up_weight)
         query = query.view(-1, self.heads, self.latent + self.rope)

@@ -85,7 +85,7 @@ def describe(forward_batch: Any) -> Pass:
     rows, start = [], 0
     for request, n in zip(forward_batch.req_pool_indices.tolist(), lengths, strict=True):
         context = int(positions[start]) + n
-        rows.append(Rows(start, start + n, table[request, :context].long()))
+        rows.append(Rows.of(start, start + n, table[request, :context]))
         start += n
     described = Pass(
         rows, positions, forward_batch.out_cache_loc, backend.token_to_kv_pool, decode=decode, verify=verify
@@ -151,7 +151,10 @@ def commit(
         count = step + 1
         if count < 1:
             continue
-        k, u, total = (torch.stack([getattr(d, name)[index] for d in done.drafted]) for name in ("k", "u", "total"))
+        k, u, total = (
+            torch.stack([getattr(d, name).unflatten(0, (len(done.state_slots), -1))[index] for d in done.drafted])
+            for name in ("k", "u", "total")
+        )
         pools = [layer.states(done.state_pool) for layer in network.kda]
         after = kda.replay(torch.stack([state[slot] for _, state in pools]), k, u, total, count)
         for (conv, state), new, drafted in zip(pools, after.unbind(0), done.drafted, strict=True):

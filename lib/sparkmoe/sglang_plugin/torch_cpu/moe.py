@@ -11,44 +11,40 @@ product, which
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparkmoe.sglang_plugin.torch_cpu.ops import swiglu
+from sparkmoe.sglang_plugin.torch_cpu.ops import constant, swiglu
 
 _DENSE_TOKENS = 32  # above this, work that no token asked for costs more than sorting
 
 
-@dataclass(frozen=True)
 class Router:
     """Which experts a token goes to, and with what weight.
 
-    weight: [E, D]; bias: [E] or None, added for the choice only; `scale` multiplies the weights; groups: (groups,
-    kept).
+    weight: [E, D]; bias: [E] or None, added for the choice only; groups: (all, kept); `scale` multiplies the weights.
     """
 
-    weight: Tensor
-    bias: Tensor | None
-    top_k: int
-    groups: tuple[int, int]
-    normalize: bool
-    scale: float
+    def __init__(
+        self, weight: Tensor, bias: Tensor | None, top_k: int, groups: tuple[int, int], normalize: bool, scale: float
+    ) -> None:
+        self.weight, self.bias, self.top_k, self.groups = weight, bias, top_k, groups
+        self.normalize, self.scale = normalize, constant(scale)
+        self._tiny = constant(1e-20 / scale)
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """[N, D] → expert ids [N, k] and weights [N, k] (FP32). Scores are sigmoids with a bias, else a softmax."""
         logits = F.linear(x.to(self.weight.dtype), self.weight).float()
         if self.bias is None:
-            scores = logits.softmax(-1)
-            ids = self._kept(scores).topk(self.top_k, -1, sorted=False)[1]
+            scores = choice = logits.softmax(-1)
         else:
             scores = logits.sigmoid_()
-            ids = self._kept(scores + self.bias).topk(self.top_k, -1, sorted=False)[1]
+            choice = scores + self.bias
+        ids = self._kept(choice).topk(self.top_k, -1, sorted=False)[1]
         weights = scores.gather(1, ids)
         if self.normalize:
-            return ids, weights.mul_(self.scale / weights.sum(-1, keepdim=True).add_(1e-20))
+            return ids, weights.div_(torch.addcdiv(self._tiny, weights.sum(-1, keepdim=True), self.scale))
         return ids, weights.mul_(self.scale)
 
     def _kept(self, choice: Tensor) -> Tensor:

@@ -1,35 +1,46 @@
 """Small operators of Ling-3.0 for the CPU: norms, rotary embedding, short convolution, SwiGLU.
- At batch 1 a decode step of a small model is a few hundred tiny operators, and each costs 2–5 µs to launch whatever
-its size: the time is the number of operators. So the functions here use the fewest that PyTorch offers (`addcmul` for
-a sum and a product, in-place forms on temporaries, complex numbers for the rotation) and leave to the caller all that
-can be computed once per forward pass or once at load.
+ At batch 1 a decode step of a small model is some hundred tiny operators, and each costs 1–5 µs whatever its size:
+the time is the number of operators. So the functions here use the fewest that PyTorch offers: `addcmul` for a product
+and a sum, in-place forms on temporaries, complex numbers for the rotation. A Python number as operand costs 2 µs more
+than a tensor (PyTorch converts it on every call), so constants are tensors. What can be computed once per forward
+pass, or at load, is left to the caller.
 
 All arithmetic is FP32, as in the Triton kernels that these functions stand in for.
 """
 
 from __future__ import annotations
 
+from functools import cache
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 
+@cache
+def constant(value: float) -> Tensor:
+    """`value` as a zero-dimensional FP32 tensor."""
+    return torch.tensor(value, dtype=torch.float32)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """x / sqrt(mean(x²) + eps) · weight over the last axis. [..., D] → [..., D], dtype of x."""
     xf = x.float()
-    scale = torch.linalg.vector_norm(xf, dim=-1, keepdim=True)
-    scale = scale.square_().mul_(1.0 / x.shape[-1]).add_(eps).rsqrt_()
-    return ((xf * scale) * weight).to(x.dtype)
+    norm = torch.linalg.vector_norm(xf, dim=-1, keepdim=True)
+    scale = torch.addcmul(constant(eps), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
+    out = (xf * scale).mul_(weight)
+    return out if x.dtype is torch.float32 else out.to(x.dtype)
 
 
 def rms_norm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last axis, then times sigmoid(gate): KDA's output norm. x, gate: [..., D]; weight: [D]."""
-    return rms_norm(x.float(), weight, eps).mul_(gate.float().sigmoid()).to(x.dtype)
+    """RMSNorm over the last axis, then times sigmoid(gate): KDA's output norm. x: [..., D], FP32; gate alike; weight: [D]."""
+    return rms_norm(x, weight, eps).mul_(gate.sigmoid())
 
 
-def l2_normalize(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """x / sqrt(Σ x² + eps) over the last axis, as KDA normalizes queries and keys (eps inside the root)."""
-    return x * torch.linalg.vector_norm(x, dim=-1, keepdim=True).square_().add_(eps).rsqrt_()
+def l2_normalize(x: Tensor, scale: Tensor, eps: float = 1e-6) -> Tensor:
+    """x / sqrt(Σ x² + eps) · scale over the last axis, as KDA normalizes queries and keys (eps inside the root)."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * torch.addcmul(constant(eps), norm, norm).rsqrt_().mul_(scale)
 
 
 def rotary_table(cos_sin: Tensor) -> Tensor:
@@ -60,8 +71,8 @@ def short_conv(window: Tensor, weight: Tensor, length: int) -> Tensor:
 
 def swiglu(gate_up: Tensor, limit: float | None) -> Tensor:
     """silu(gate) · up of a fused [..., 2 I] → [..., I]; with a limit L: min(silu(gate), L) · clip(up, −L, L)."""
-    gate, up = gate_up.chunk(2, dim=-1)
-    gate = F.silu(gate)
+    half = gate_up.shape[-1] // 2
+    gate, up = F.silu(gate_up.narrow(-1, 0, half)), gate_up.narrow(-1, half, half)
     if limit is None:
         return gate.mul_(up)
     return gate.clamp_(max=limit).mul_(up.clamp(-limit, limit))
