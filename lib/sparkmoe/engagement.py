@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from sparkmoe.errors import NotEngaged
+from sparkmoe.sglang_plugin import blockers
 
 if TYPE_CHECKING:
     from sparkmoe.client import Client
@@ -119,7 +120,8 @@ def verify(
     `require`.
     """
     if evidence is None:
-        return [Check("plugin", "an evidence file", "none", "SPARKMOE_EVIDENCE", False)]
+        found = "; ".join(["none", *blockers(dict(recipe.extra_env))])
+        return [Check("plugin", "an evidence file", found, "SPARKMOE_EVIDENCE", False)]
     if "error" in evidence or evidence.get("schema") != SCHEMA:
         found = str(evidence.get("error") or f"schema {evidence.get('schema')}").strip().splitlines()[-1]
         return [Check("evidence", f"schema {SCHEMA}, no error", found, "evidence.error", False)]

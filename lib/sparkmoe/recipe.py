@@ -137,6 +137,8 @@ class Recipe:
         for need in needs:
             if reason := machine.why_not(need):
                 return reason
+        if self.hot_vocab and not Path(self.hot_vocab).is_file():
+            return f"there is no token map {self.hot_vocab}; make one with `sparkmoe hot-vocab`"
         if checkpoint is None:
             return None
         if self.draft_steps and not checkpoint.draft_layers:
@@ -247,7 +249,14 @@ class Recipe:
     def fingerprint(self, machine: Machine, checkpoint: Checkpoint) -> str:
         """12 hex digits, equal for two servers that nobody could tell apart: command, model files, versions."""
         command = self.command(machine, model=checkpoint.path, port=0)
-        seen = [command.argv, sorted(command.env.items()), checkpoint.identity(), machine.profile, machine.versions]
+        seen: list[Any] = [
+            command.argv,
+            sorted(command.env.items()),
+            checkpoint.identity(),
+            machine.profile,
+            machine.versions,
+        ]
+        seen += [Path(self.hot_vocab).stat().st_mtime_ns] if self.hot_vocab else []
         return hashlib.sha256(json.dumps(seen, default=str).encode()).hexdigest()[:12]
 
 
