@@ -33,7 +33,8 @@ def test_the_printed_command_is_all_of_stdout() -> None:
     ]
     done = subprocess.run([*argv, "--port", "30000"], capture_output=True, text=True)
     assert done.returncode == 0
-    assert done.stdout.splitlines()[0].endswith("-m sglang.launch_server \\")
+    assert done.stdout.splitlines()[:1] == ["HF_HUB_OFFLINE=1 \\"]
+    assert done.stdout.splitlines()[1].endswith("-m sglang.launch_server \\")
     assert "  --speculative-num-steps 2 \\" in done.stdout
     assert "  --port 30000 \\" in done.stdout
     assert "--api-key" in done.stdout
