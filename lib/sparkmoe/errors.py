@@ -1,7 +1,8 @@
 """What can go wrong, said once and clearly.
 
-Every error a user can cause is a `SparkmoeError` whose message is whole by itself: what is wrong, what was found, what to
-do about it. The command line prints that message and nothing else; a notebook shows it as the last line of its traceback.
+Every error a user can cause is a `SparkmoeError` whose message is whole by itself: what is wrong, what was found, what
+to do about it. The command line prints that message and nothing else; a notebook shows it as the last line of its
+traceback.
 """
 
 
