@@ -166,6 +166,8 @@ def test_the_memory_of_a_spark_is_one_pool(miniature: Path) -> None:
     need = memory_need(RECIPES["all_three"], Machine.named("spark"), inspect(miniature))
     assert need["weights and KV cache"] == int(0.68 * 120 * GIB)
     assert sum(need.values()) == pytest.approx(93.6 * GIB, rel=0.01)
+    own = memory_need(RECIPES["draft_fp8_head"], Machine.named("spark"), inspect(miniature))
+    assert own["the draft's own head"] == 512 * (256 + 4)
 
 
 def test_weights_beyond_the_gpu_are_said(miniature: Path) -> None:

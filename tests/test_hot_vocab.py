@@ -11,6 +11,7 @@ from sparkmoe.hot_vocab import (
     bytes_per_step,
     choose,
     count,
+    draft_copy_bytes,
     load,
     save,
     tokens_of_run,
@@ -114,3 +115,10 @@ def test_predicted_bytes_at_full_size() -> None:
     assert bytes_per_step(**ling, draft_steps=3, head="fp8", hot=32_768) < hot / 1.9
     draft_only = bytes_per_step(**ling, draft_steps=3, draft_head="fp8")
     assert draft_only == pytest.approx(804_782_080 + 3 * 402_391_040, rel=0.002)
+
+
+def test_a_copy_for_the_draft_alone_counts_as_memory() -> None:
+    ling = {"vocabulary": 157_184, "hidden": 2560}
+    assert draft_copy_bytes(**ling, head="fp8") == 0
+    assert draft_copy_bytes(**ling, head="bf16", draft_head="fp8") == pytest.approx(402_391_040, rel=0.002)
+    assert draft_copy_bytes(**ling, head="bf16", hot=32_768) == 2 * 32_768 * 2560

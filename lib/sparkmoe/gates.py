@@ -15,6 +15,7 @@ import psutil
 
 from sparkmoe.checkpoint import Checkpoint
 from sparkmoe.errors import MachineError
+from sparkmoe.hot_vocab import draft_copy_bytes, load
 from sparkmoe.machine import GIB, Machine, available_bytes
 from sparkmoe.processes import Record
 from sparkmoe.recipe import Recipe
@@ -48,6 +49,8 @@ def memory_need(recipe: Recipe, machine: Machine, seen: Checkpoint) -> dict[str,
     the host only what streams through it; on a CPU the weights are held in float32.
     """
     parts = {"server processes": _OVERHEAD_BYTES[machine.profile], "floor": FLOOR_BYTES[machine.profile]}
+    if machine.unified_memory and (own := _draft_head_bytes(recipe, seen)):
+        parts["the draft's own head"] = own
     if machine.profile == "cpu":
         floats = sum(size for dtype, size in seen.bytes_by_dtype.items() if dtype in ("BF16", "F16"))
         return {"weights in float32": seen.weight_bytes + floats} | parts
@@ -55,6 +58,13 @@ def memory_need(recipe: Recipe, machine: Machine, seen: Checkpoint) -> dict[str,
         pool = int((recipe.mem_fraction or 0.68) * machine.mem_total_bytes)
         return {"weights and KV cache": max(pool, seen.weight_bytes)} | parts
     return parts
+
+
+def _draft_head_bytes(recipe: Recipe, seen: Checkpoint) -> int:
+    """What the draft's own head takes beside SGLang's pool, which is sized before it is made."""
+    hot = len(load(recipe.hot_vocab)) if recipe.hot_vocab else None
+    sizes = {"vocabulary": int(seen.config["vocab_size"]), "hidden": int(seen.config["hidden_size"])}
+    return draft_copy_bytes(**sizes, head=recipe.head, draft_head=recipe.draft_head, hot=hot)
 
 
 def check_memory(recipe: Recipe, machine: Machine, seen: Checkpoint, running: list[Record]) -> None:

@@ -123,6 +123,20 @@ def load(path: Path | str) -> list[int]:
     return values
 
 
+def row_bytes(form: str, hidden: int) -> int:
+    """Bytes of one row of a head: e4m3 with a float32 scale, else 16 bits a value."""
+    return hidden + 4 if form == "fp8" else 2 * hidden
+
+
+def draft_copy_bytes(
+    *, vocabulary: int, hidden: int, head: str, draft_head: str = "shared", hot: int | None = None
+) -> int:
+    """Bytes of the draft's own head, taken after the KV cache was sized; 0 where it shares the target's."""
+    if draft_head != "fp8" and hot is None:
+        return 0
+    return row_bytes("fp8" if draft_head == "fp8" else head, hidden) * (vocabulary if hot is None else hot)
+
+
 def bytes_per_step(
     *,
     vocabulary: int,
@@ -137,9 +151,5 @@ def bytes_per_step(
     `head` and `draft_head` as in a Recipe. FP8 rows carry a float32 scale each. Source: every reading of the head is a
     matrix-vector product at batch 1, and K drafts are K of them in turn.
     """
-
-    def row_bytes(form: str) -> int:
-        return hidden + 4 if form == "fp8" else 2 * hidden
-
-    drafted = row_bytes("fp8" if draft_head == "fp8" else head) * (vocabulary if hot is None else hot)
-    return vocabulary * row_bytes(head) + draft_steps * drafted
+    drafted = row_bytes("fp8" if draft_head == "fp8" else head, hidden) * (vocabulary if hot is None else hot)
+    return vocabulary * row_bytes(head, hidden) + draft_steps * drafted
