@@ -1,5 +1,6 @@
 """The CPU platform's layers against the independent reference, phase by phase, without a server.
- The layers are built from stand-ins that carry the reference's weights in the fused layout that SGLang's loader
+
+The layers are built from stand-ins that carry the reference's weights in the fused layout that SGLang's loader
 produces, over small pools. What the loader itself does is tested on live models (test_torch_cpu_server.py).
 """
 

@@ -1,5 +1,6 @@
 """The SGLang plugin: what stock SGLang lacks for these models, added from outside.
- SGLang calls `register` in every process of a server. It hands over the hooks of the CPU platform, where that
+
+SGLang calls `register` in every process of a server. It hands over the hooks of the CPU platform, where that
 platform is active, and those of every lever that the environment asks for. Each lever is a module of this package
 with `HOOKS` (all that it could need: `sparkmoe doctor --sglang` lists them) and `register()` (reads the environment,
 registers what is wanted).
@@ -24,8 +25,11 @@ LEVERS: tuple[str, ...] = ("fp8_lm_head", "draft_head", "humming_clamp", "eviden
 
 def register() -> None:
     """Entry point `sglang.srt.plugins`. Raises SystemExit where a hook does not fit."""
+    import setproctitle
     from sglang.srt.platforms import current_platform
 
+    if setproctitle.getproctitle().startswith("sglang::detokenizer"):
+        return  # runs no model; resolving the hooks would import all of its code
     if current_platform.device_name == PLATFORM_NAME:
         _module("torch_cpu.hooks").register()
     for lever in LEVERS:

@@ -1,5 +1,6 @@
 """What a loaded model really is: MoE runners, clamps, heads and graphs, read from the objects that will be executed.
- A flag says what somebody wanted. Between the flag and the kernel stand SGLang's own defaults, fallbacks and
+
+A flag says what somebody wanted. Between the flag and the kernel stand SGLang's own defaults, fallbacks and
 overrides, so nothing here looks at an argument: the runner's class is asked of the layer, its formats of the tensors
 and the kernel's metadata, the draft's head is compared with the target's by identity. Everything returned is plain
 JSON.

@@ -1,9 +1,11 @@
 """Hooks on SGLang that cannot go missing in silence.
- SGLang's own `HookRegistry` patches a dotted name when the plugins are loaded. It is forgiving: a plugin that raises
+
+SGLang's own `HookRegistry` patches a dotted name when the plugins are loaded. It is forgiving: a plugin that raises
 is logged and skipped, a target that no longer exists is logged and skipped, and a target whose parameters have
 changed is patched all the same. Each of these leaves a server that answers, and measures something else than its
 recipe says.
- A `Hook` here is declared data. `register` resolves every target and compares parameter lists before anything is
+
+A `Hook` here is declared data. `register` resolves every target and compares parameter lists before anything is
 patched; what does not fit ends the process with a sentence that names the target and the SGLang version
 (`SystemExit`, because SGLang swallows every `Exception`). Once the model is loaded `check_applied` looks at each
 target again. Two kinds go beyond the registry: ADD gives a class or module an attribute that it lacks, FILL replaces

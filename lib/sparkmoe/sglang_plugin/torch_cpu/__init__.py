@@ -1,5 +1,6 @@
 """SGLang on a plain CPU: an out-of-tree platform and PyTorch stand-ins for the Triton kernels that Ling-3.0 reaches.
- SGLang asks every installed platform whether it wants the machine. This one answers only when it is asked for by
+
+SGLang asks every installed platform whether it wants the machine. This one answers only when it is asked for by
 name, or when there is no accelerator at all and nobody has chosen SGLang's own CPU engine: a GPU machine with
 sparkmoe installed keeps its platform.
 """

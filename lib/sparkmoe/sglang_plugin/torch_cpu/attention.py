@@ -1,5 +1,6 @@
 """Multi-head latent attention over SGLang's paged latent cache.
- The absorbed form: queries are mapped into the latent space once, and every head reads the same latent vector per
+
+The absorbed form: queries are mapped into the latent space once, and every head reads the same latent vector per
 token from the cache, as a key (latent and rotary part) and as a value (latent part). Which slots belong to which
 request is read once per forward pass (`Rows`), not once per layer, and a request is a plain product, a softmax and a
 product: for one query that is three small operators, where the fused attention of PyTorch costs more.

@@ -1,5 +1,6 @@
 """What the CPU platform replaces in SGLang, and why; `sparkmoe doctor --sglang` lists it.
- Three groups: the bodies of the two models and the commit of their recurrent state (`model`), the Triton kernels of
+
+Three groups: the bodies of the two models and the commit of their recurrent state (`model`), the Triton kernels of
 NEXTN's bookkeeping (`speculative`), and the sampling functions that SGLang leaves empty (`sampling`).
 """
 

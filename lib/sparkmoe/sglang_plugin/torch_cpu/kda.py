@@ -3,12 +3,14 @@
 Per head there is a state S [V, K]. A token with key k, value v, query q, log decay g [K] and write strength beta does
 
     S ← S · diag(e^g);   u = beta · (v − S k);   S ← S + u kᵀ;   o = S q
- Decode does just that. A prompt would need thousands of such steps, so it is cut into chunks: inside a chunk the u
+
+Decode does just that. A prompt would need thousands of such steps, so it is cut into chunks: inside a chunk the u
 solve a small triangular system, and only the state walks from chunk to chunk (`chunked`). Verification of drafted
 tokens is one short chunk whose state is not written back, because nobody knows yet how many tokens will be accepted;
 it keeps what each token would have added, and `replay` adds the accepted ones. That is far less traffic than storing
 a state per drafted token.
- Shapes: G sequences times heads in one axis (every head of every sequence is a problem of its own), T tokens. Queries
+
+Shapes: G sequences times heads in one axis (every head of every sequence is a problem of its own), T tokens. Queries
 arrive scaled, queries and keys normalized, all in FP32.
 """
 
@@ -67,7 +69,10 @@ def verify(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tens
 
 
 def replay(state: Tensor, k: Tensor, u: Tensor, total: Tensor, count: int) -> Tensor:
-    """The state after the first `count` ≥ 1 tokens of `verify`. state: [..., V, K]; k, total: [..., T, K]; u: [..., T, V]."""
+    """The state after the first `count` ≥ 1 tokens of `verify`.
+
+    state: [..., V, K]; k, total: [..., T, K]; u: [..., T, V].
+    """
     last = total[..., count - 1 : count, :]
     kept = (last - total[..., :count, :]).exp_().mul_(k[..., :count, :])
     return (state * last.exp()).add_(torch.matmul(u[..., :count, :].transpose(-1, -2), kept))

@@ -1,5 +1,6 @@
 """The layers of Ling-3.0 as straight functions over prepared weights.
- SGLang's own modules reach the same results through layer boundaries, dispatchers and kernel wrappers that pay off on
+
+SGLang's own modules reach the same results through layer boundaries, dispatchers and kernel wrappers that pay off on
 a GPU, where Python runs ahead of the device. On the CPU that machinery was nine tenths of a decode step. Each class
 here is built once from a loaded SGLang module, whose tensors it shares wherever it can; what is folded at load
 (queries into the latent space, the softmax scale, KDA's low-rank pairs) is folded in FP32. `Pass` holds what all

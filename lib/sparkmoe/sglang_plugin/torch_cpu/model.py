@@ -1,5 +1,6 @@
 """Ling-3.0 on the CPU: what takes the place of SGLang's target and draft model bodies.
- The hooks here keep SGLang's modules, loading, logits and scheduling, and replace what lies between embedding and
+
+The hooks here keep SGLang's modules, loading, logits and scheduling, and replace what lies between embedding and
 final norm. A `Network` is built from the loaded module when the platform hears that the weights are there, and hangs
 on it; the replaced `forward` finds it, describes the batch once (`describe`), and runs the layers. After a verified
 batch SGLang asks to commit the accepted tokens' recurrent state: `commit` replays them for all layers at once.

@@ -1,11 +1,11 @@
 """Router and experts on the CPU.
- SGLang's own CPU path forgets two things that Ling-3.0 needs: the factor on the routed experts' sum (2.5) and the
+
+SGLang's own CPU path forgets two things that Ling-3.0 needs: the factor on the routed experts' sum (2.5) and the
 limit inside their SwiGLU. Both are applied here. How the experts are computed depends on how many tokens there are:
 
 - one token: k matrix-vector products, nothing is gathered or copied;
-- a few tokens (verification, small batches) that together want most experts anyway: all experts as one batched
-product, which
-  reads each weight once and needs no sorting;
+- a few tokens (verification, small batches) that together want most experts anyway: all experts as one batched product,
+  which reads each weight once and needs no sorting;
 - many tokens: sorted by expert, one matrix product per expert.
 """
 

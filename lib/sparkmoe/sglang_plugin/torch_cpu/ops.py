@@ -1,5 +1,6 @@
 """Small operators of Ling-3.0 for the CPU: norms, rotary embedding, short convolution, SwiGLU.
- At batch 1 a decode step of a small model is some hundred tiny operators, and each costs 1–5 µs whatever its size:
+
+At batch 1 a decode step of a small model is some hundred tiny operators, and each costs 1–5 µs whatever its size:
 the time is the number of operators. So the functions here use the fewest that PyTorch offers: `addcmul` for a product
 and a sum, in-place forms on temporaries, complex numbers for the rotation. A Python number as operand costs 2 µs more
 than a tensor (PyTorch converts it on every call), so constants are tensors. What can be computed once per forward
@@ -33,7 +34,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def rms_norm_gated(x: Tensor, gate: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last axis, then times sigmoid(gate): KDA's output norm. x: [..., D], FP32; gate alike; weight: [D]."""
+    """RMSNorm over the last axis, then times sigmoid(gate): KDA's output norm. x, gate: [..., D], FP32; weight: [D]."""
     return rms_norm(x, weight, eps).mul_(gate.sigmoid())
 
 

@@ -1,5 +1,6 @@
 """Sampled verification for chain drafts, and the renormalizations that go before it.
- SGLang leaves three names `None` where no kernel library exists; these functions fill them. The draft is
+
+SGLang leaves three names `None` where no kernel library exists; these functions fill them. The draft is
 deterministic (its argmax), so the rule for keeping the target's distribution is short: accept the drafted token with
 the probability that the target gives it; otherwise draw from the target without that token. After the last accepted
 draft, draw from the target.

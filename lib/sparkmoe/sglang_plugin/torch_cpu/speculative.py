@@ -1,5 +1,6 @@
 """The bookkeeping of NEXTN on the CPU: cache slots, the (chain) draft tree, greedy verification.
- On a GPU these are Triton kernels over a handful of integers. Here the integers are read as Python numbers, which
+
+On a GPU these are Triton kernels over a handful of integers. Here the integers are read as Python numbers, which
 costs less than the tensor operators would. Only chains are served (`--speculative-eagle-topk 1`).
 """
 
