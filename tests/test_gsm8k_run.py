@@ -313,7 +313,8 @@ def _child(server: FakeServer, run: Run) -> Any:
 
 
 def test_killed_ten_times_at_random_it_ends_as_if_it_had_not_been(tmp_path: Path) -> None:
-    multiprocessing.get_context("forkserver").set_forkserver_preload(["sparkmoe.gsm8k_run", "sparkmoe.client"])
+    preload = ["sparkmoe.gsm8k_run", "sparkmoe.compare", "sparkmoe.engine", "pytest"]
+    multiprocessing.get_context("forkserver").set_forkserver_preload(preload)
     behaviour = Behaviour(first_ms=8, tokens_per_event=(4,), stop_at=12, prefix_cache=False)
     dice, answered = random.Random(7), []
     with SolvingServer(behaviour) as server:
