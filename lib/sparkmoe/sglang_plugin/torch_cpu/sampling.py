@@ -70,8 +70,12 @@ def top_k_renorm_prob(probs: Tensor, top_ks: Tensor) -> Tensor:
 
 
 def top_p_renorm_prob(probs: Tensor, top_ps: Tensor) -> Tensor:
-    """Keep each row's smallest set of most likely tokens with mass ≥ p and renormalize. probs: [N, V]; top_ps: [N]."""
-    ordered, index = probs.sort(dim=-1, descending=True)
-    ordered = ordered.masked_fill(ordered.cumsum(-1) - ordered >= top_ps.unsqueeze(1), 0.0)
-    kept = torch.zeros_like(probs).scatter_(-1, index, ordered)
+    """Keep each row's smallest set of most likely tokens with mass ≥ p (ties with the last stay) and renormalize.
+
+    probs: [N, V]; top_ps: [N].
+    """
+    ordered = probs.sort(dim=-1, descending=True).values
+    surplus = ordered.cumsum(-1) - ordered >= top_ps.unsqueeze(1)
+    pivot = ordered.masked_fill(surplus, torch.inf).amin(-1, keepdim=True)
+    kept = probs.masked_fill(probs < pivot, 0.0)
     return kept / kept.sum(-1, keepdim=True)
