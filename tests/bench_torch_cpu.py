@@ -1,0 +1,168 @@
+"""What the CPU platform is worth on this machine: decode, NEXTN, prefill, memory, start; beside another platform if
+given.
+
+    python tests/bench_torch_cpu.py [--prototype FOLDER] [--boots 1] [--repeats 5]
+
+serves a 12-layer random miniature (25 M parameters) whose drafts are accepted about three tokens long, first plain,
+then with NEXTN (K = 3), batch 1, greedy. With --prototype the same arms run on the package `sglang_torch_cpu` in that
+folder, boots interleaved. The last line of the output is one JSON object: medians per arm, ratios, and whether the
+targets hold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+import requests
+
+from sparkmoe.machine import Machine
+from sparkmoe.nano.random_checkpoint import make
+from sparkmoe.recipe import Recipe
+
+ALPHA = 0.75  # accept length of about 3 at K = 3
+PORT = 31990
+ENTRY_POINTS = """[sglang.srt.platforms]
+torch_cpu_prototype = sglang_torch_cpu:activate
+[sglang.srt.plugins]
+torch_cpu_kernels = sglang_torch_cpu.hooks:register
+"""
+
+
+def install(prototype: Path, where: Path) -> dict[str, str]:
+    """Make the package's entry points visible without installing it; returns the environment that selects it."""
+    info = where / "sglang_torch_cpu-0.0.1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: sglang-torch-cpu\nVersion: 0.0.1\n")
+    (info / "entry_points.txt").write_text(ENTRY_POINTS)
+    (where / "sglang_torch_cpu").symlink_to(prototype / "sglang_torch_cpu")
+    return {
+        "PYTHONPATH": str(where),
+        "SGLANG_PLATFORM": "torch_cpu_prototype",
+        "SGLANG_PLUGINS": "torch_cpu_kernels",
+        "PYTHONDONTWRITEBYTECODE": "1",
+    }
+
+
+@contextmanager
+def server(recipe: Recipe, model: Path, extra: dict[str, str], log: Path) -> Iterator[tuple[str, float, int]]:
+    """(URL, seconds until the first generated token, process group) of a running server."""
+    command = recipe.command(Machine.named("cpu"), model=model, port=PORT)
+    begun = time.monotonic()
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            command.argv, env=os.environ | command.env | extra, stdout=out, stderr=out, start_new_session=True
+        )
+    url = f"http://127.0.0.1:{PORT}"
+    try:
+        while True:
+            try:
+                generate(url, [1, 2, 3], 1)
+                break
+            except requests.RequestException:
+                if process.poll() is not None or time.monotonic() - begun > 180:
+                    sys.exit(f"no server; see {log}\n" + log.read_text()[-2000:])
+                time.sleep(0.2)
+        yield url, time.monotonic() - begun, process.pid
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def generate(url: str, ids: list[int], n: int) -> tuple[float, dict]:
+    """Seconds and meta_info of one greedy request."""
+    begun = time.perf_counter()
+    sampling = {"max_new_tokens": n, "temperature": 0.0, "ignore_eos": True}
+    reply = requests.post(f"{url}/generate", json={"input_ids": ids, "sampling_params": sampling}, timeout=120)
+    reply.raise_for_status()
+    return time.perf_counter() - begun, reply.json()["meta_info"]
+
+
+def group_bytes(group: int) -> int:
+    """PSS of a whole process group."""
+    total = 0
+    for process in psutil.process_iter():
+        try:
+            if os.getpgid(process.pid) == group:
+                total += process.memory_full_info().pss
+        except (psutil.Error, ProcessLookupError):
+            continue
+    return total
+
+
+def measure(url: str, group: int, repeats: int, rng: random.Random) -> dict[str, float]:
+    def prompt(n: int) -> list[int]:
+        return [rng.randrange(256) for _ in range(n)]
+
+    generate(url, prompt(64), 64)
+    rates, accepted, prefills = [], [], []
+    for _ in range(repeats):
+        ids = prompt(64)
+        first = min(generate(url, ids, 1)[0] for _ in range(2))
+        whole, meta = generate(url, ids, 257)
+        rates.append(256 / (whole - first))
+        accepted.append(meta.get("spec_accept_length") or 1.0)
+        prefills.append(1024 / generate(url, prompt(1024), 1)[0])
+    return {
+        "tok_s": statistics.median(rates),
+        "accept_length": statistics.mean(accepted),
+        "prefill_tok_s": statistics.median(prefills),
+        "pss_gib": group_bytes(group) / 2**30,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--prototype", type=Path)
+    parser.add_argument("--boots", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=5)
+    args = parser.parse_args()
+    results: dict[str, list[dict[str, float]]] = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        model = make(folder / "miniature", alpha=ALPHA)
+        platforms = {"torch_cpu": {}}
+        if args.prototype:
+            (folder / "site").mkdir()
+            platforms["prototype"] = install(args.prototype, folder / "site")
+        for boot in range(args.boots):
+            for steps in (0, 3):
+                for platform, extra in platforms.items():
+                    arm = f"{platform} {'nextn' if steps else 'plain'}"
+                    recipe = Recipe("baseline").with_(draft_steps=steps)
+                    with server(recipe, model, extra, folder / "log") as (url, ready_s, group):
+                        found = measure(url, group, args.repeats, random.Random(boot)) | {"ready_s": ready_s}
+                    results.setdefault(arm, []).append(found)
+                    sys.stdout.write(f"{arm}: " + ", ".join(f"{k} {v:.2f}" for k, v in found.items()) + "\n")
+                    sys.stdout.flush()
+    arms = {arm: {k: statistics.median(b[k] for b in boots) for k in boots[0]} for arm, boots in results.items()}
+    plain, nextn = arms["torch_cpu plain"], arms["torch_cpu nextn"]
+    held = {
+        "nextn / plain ≥ 1.4": nextn["tok_s"] / plain["tok_s"],
+        "prefill tok/s ≥ 4000": min(plain["prefill_tok_s"], nextn["prefill_tok_s"]),
+        "PSS GiB ≤ 3.2": max(plain["pss_gib"], nextn["pss_gib"]),
+        "ready s ≤ 30": max(plain["ready_s"], nextn["ready_s"]),
+    }
+    if args.prototype:
+        held["plain / prototype plain ≥ 1.3"] = plain["tok_s"] / arms["prototype plain"]["tok_s"]
+        held["nextn / prototype nextn"] = nextn["tok_s"] / arms["prototype nextn"]["tok_s"]
+    rounded = {arm: {k: round(v, 3) for k, v in values.items()} for arm, values in arms.items()}
+    machine = {"cores": os.cpu_count(), "boots": args.boots, "repeats": args.repeats}
+    targets = {k: round(v, 3) for k, v in held.items()}
+    sys.stdout.write(json.dumps({"arms": rounded, "targets": targets, **machine}, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()
