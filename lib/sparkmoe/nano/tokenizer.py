@@ -100,3 +100,7 @@ def save(tokenizer: Tokenizer, folder: Path) -> None:
     }
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=1) + "\n")
     (folder / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+
+
+def load(path: Path) -> Tokenizer:
+    return Tokenizer.from_file(str(path))
