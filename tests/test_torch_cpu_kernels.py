@@ -118,6 +118,8 @@ def test_short_conv_in_fp64(length):
             out[:, t] += window[:, t + tap].double() * weight[tap].double()
     want = out / (1 + (-out).exp())
     torch.testing.assert_close(ops.short_conv(window, weight, length).double(), want, atol=1e-5, rtol=1e-5)
+    prompt = ops.short_conv_prompt(window[0, :3], window[0, 3:], weight)
+    torch.testing.assert_close(prompt.double(), want[0], atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize("limit", [None, 0.5])

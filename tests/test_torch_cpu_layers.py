@@ -63,8 +63,10 @@ def norm(module) -> Stub:
 
 def attention_stub(a, c: LingConfig, layer: int) -> Stub:
     if isinstance(a, MLA):
-        kc, vc = a.kv_b_proj.weight.detach().unflatten(0, (c.num_attention_heads, -1)).split(
-            [c.qk_nope_head_dim, c.v_head_dim], 1
+        kc, vc = (
+            a.kv_b_proj.weight.detach()
+            .unflatten(0, (c.num_attention_heads, -1))
+            .split([c.qk_nope_head_dim, c.v_head_dim], 1)
         )
         angle = torch.arange(4096)[:, None] * c.rope_theta ** (
             -torch.arange(0, c.qk_rope_head_dim, 2, dtype=torch.float32) / c.qk_rope_head_dim
@@ -142,8 +144,9 @@ class Machine:
 
     def __init__(self, ling: Ling) -> None:
         c = ling.config
-        self.ling, self.network = ling, cpu.Network(
-            [block_stub(b, c, i) for i, b in enumerate(ling.model.layers[: c.num_hidden_layers])]
+        self.ling, self.network = (
+            ling,
+            cpu.Network([block_stub(b, c, i) for i, b in enumerate(ling.model.layers[: c.num_hidden_layers])]),
         )
         kv = {i: torch.zeros(SLOTS, 1, c.kv_lora_rank + c.qk_rope_head_dim) for i in range(c.num_hidden_layers)}
         self.kv_pool = Stub(get_key_buffer=kv.__getitem__)

@@ -77,7 +77,7 @@ want = conv.causal_conv1d_fn(
     has_initial_state=torch.tensor([True, False]),
 )  # fmt: skip
 windows = [torch.cat([b, part.t()]) for b, part in zip(before, x.split(lengths, 1), strict=True)]
-got = torch.cat([ops.short_conv(w[None], taps, n)[0] for w, n in zip(windows, lengths, strict=True)])
+got = torch.cat([ops.short_conv_prompt(b, w[TAPS - 1 :], taps) for b, w in zip(before, windows, strict=True)])
 equal("conv, prompt", (got.t(), want), (torch.stack([w[1 - TAPS :].t() for w in windows]), state[slots.long()]))
 
 

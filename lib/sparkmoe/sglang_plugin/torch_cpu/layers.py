@@ -26,6 +26,7 @@ from sparkmoe.sglang_plugin.torch_cpu.ops import (
     rotary_table,
     rotate,
     short_conv,
+    short_conv_prompt,
     swiglu,
 )
 
@@ -143,13 +144,12 @@ class KdaLayer:
             else:
                 before = qkv.new_zeros(taps - 1, qkv.shape[1])
                 state = qkv.new_zeros(self.heads, self.size, self.size)
-            window = torch.cat([before, qkv[span]])
-            mixed = short_conv(window[None], self.conv_weight, length)[0].view(length, 3, self.heads, self.size)
+            mixed = short_conv_prompt(before, qkv[span], self.conv_weight).view(length, 3, self.heads, self.size)
             q, k = l2_normalize(mixed[:, :2], self.qk_scale).permute(1, 2, 0, 3).unbind(0)
             v, decay = mixed[:, 2].transpose(0, 1), g[span].view(length, self.heads, self.size).transpose(0, 1)
             result, state = kda.chunked(q, k, v, decay, beta[span].t(), state, self.lower_bound is not None)
             out[span] = result.transpose(0, 1)
-            conv_pool[slot] = window[-(taps - 1) :]
+            conv_pool[slot] = torch.cat([before, qkv[span][1 - taps :]])[1 - taps :]
             state_pool[slot] = state
         return out
 
@@ -225,7 +225,11 @@ class Mlp:
         self.limit: float | None = module.swiglu_limit
 
     def __call__(self, x: Tensor) -> Tensor:
-        return F.linear(swiglu(F.linear(x, self.up), self.limit), self.down)
+        return self.second(F.linear(x, self.up))
+
+    def second(self, gate_up: Tensor) -> Tensor:
+        """From the first projection on: [N, 2 I] → [N, D]."""
+        return F.linear(swiglu(gate_up, self.limit), self.down)
 
 
 class SparseMlp:
@@ -235,7 +239,6 @@ class SparseMlp:
         if module.multi_gate or module.num_fused_shared_experts:
             raise NotImplementedError("torch_cpu: one router per modality, fused shared experts")
         self.router = Router(
-            weight=module.gate.weight.data,
             bias=None if module.gate.expert_bias is None else module.gate.expert_bias.data,
             top_k=module.top_k,
             groups=(module.num_expert_group or 1, module.topk_group or 1),
@@ -244,10 +247,19 @@ class SparseMlp:
         )
         experts = module.experts
         self.experts = Experts(experts.w13_weight.data, experts.w2_weight.data, module.expert_swiglu_limit)
+        self.gate = module.gate.weight.data
         self.shared = Mlp(module.shared_experts) if module.shared_experts is not None else None
+        self.joined: Tensor | None = None  # router and the shared expert's first projection, which read the same input
+        if self.shared is not None and self.shared.up.dtype == self.gate.dtype:
+            self.joined = torch.cat([self.gate, self.shared.up])
 
     def __call__(self, x: Tensor) -> Tensor:
-        out = self.experts(x, *self.router(x))
+        if self.shared is not None and self.joined is not None:
+            both, count = F.linear(x, self.joined), self.gate.shape[0]
+            logits = both.narrow(1, 0, count).float()
+            shared = self.shared.second(both.narrow(1, count, both.shape[1] - count))
+            return self.experts(x, *self.router(logits)).add_(shared)
+        out = self.experts(x, *self.router(F.linear(x.to(self.gate.dtype), self.gate).float()))
         return out if self.shared is None else out.add_(self.shared(x))
 
 

@@ -3,43 +3,43 @@
 SGLang's own CPU path forgets two things that Ling-3.0 needs: the factor on the routed experts' sum (2.5) and the
 limit inside their SwiGLU. Both are applied here. How the experts are computed depends on how many tokens there are:
 
-- one token: k matrix-vector products, nothing is gathered or copied;
-- a few tokens (verification, small batches) that together want most experts anyway: all experts as one batched product,
-  which reads each weight once and needs no sorting;
+- a token or a few (decode, verification): matrix-vector products, one per chosen expert; nothing is gathered or
+copied;
+- a small batch that wants most experts anyway: all experts as one batched product, which reads each weight once;
 - many tokens: sorted by expert, one matrix product per expert.
+
+At these sizes the time is that of reading weights, as it is on the big machine: four drafted tokens that go to eleven
+of sixteen experts cost more than one token that goes to four.
 """
 
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from sparkmoe.sglang_plugin.torch_cpu.ops import constant, swiglu
 
+_PAIRS = 20  # up to this many token-expert pairs, vectors are fastest
 _DENSE_TOKENS = 32  # above this, work that no token asked for costs more than sorting
 
 
 class Router:
     """Which experts a token goes to, and with what weight.
 
-    weight: [E, D]; bias: [E] or None, added for the choice only; groups: (all, kept); `scale` multiplies the weights.
+    bias: [E] or None, added for the choice only; groups: (all, kept); `scale` multiplies the weights.
     """
 
-    def __init__(
-        self, weight: Tensor, bias: Tensor | None, top_k: int, groups: tuple[int, int], normalize: bool, scale: float
-    ) -> None:
-        self.weight, self.bias, self.top_k, self.groups = weight, bias, top_k, groups
+    def __init__(self, bias: Tensor | None, top_k: int, groups: tuple[int, int], normalize: bool, scale: float) -> None:
+        self.bias, self.top_k, self.groups = bias, top_k, groups
         self.normalize, self.scale = normalize, constant(scale)
         self._tiny = constant(1e-20 / scale)
 
-    def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """[N, D] → expert ids [N, k] and weights [N, k] (FP32). Scores are sigmoids with a bias, else a softmax."""
-        logits = F.linear(x.to(self.weight.dtype), self.weight).float()
+    def __call__(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits [N, E], FP32 → expert ids and weights, [N, k]. Scores are sigmoids with a bias, else a softmax."""
         if self.bias is None:
             scores = choice = logits.softmax(-1)
         else:
-            scores = logits.sigmoid_()
+            scores = logits.sigmoid()
             choice = scores + self.bias
         ids = self._kept(choice).topk(self.top_k, -1, sorted=False)[1]
         weights = scores.gather(1, ids)
@@ -64,28 +64,30 @@ class Experts:
     def __init__(self, w13: Tensor, w2: Tensor, limit: float | None) -> None:
         self.limit = limit
         self.w13, self.w2 = w13, w2
-        self.each = list(
-            zip(w13.unbind(0), w2.unbind(0), strict=True)
-        )  # views: indexing a tensor costs as much as a product
+        self.each = list(zip(w13.unbind(0), w2.unbind(0), strict=True))  # indexing a tensor costs as much as a product
 
     def __call__(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         """x: [N, D]; ids, weights: [N, k] → Σ over a token's experts of weight · expert(x), [N, D]."""
         count, k = ids.shape
-        if count == 1:
-            return self._one(x, ids[0].tolist(), weights)
+        if count * k <= _PAIRS or count == 1:
+            return self._pairs(x, ids, weights)
         if count <= _DENSE_TOKENS and 4 * count * k >= 3 * len(self.each):
             return self._all(x, ids, weights)
         return self._sorted(x, ids, weights)
 
-    def _one(self, x: Tensor, ids: list[int], weights: Tensor) -> Tensor:
-        row = x[0]
-        hidden = torch.stack([torch.mv(self.each[e][0], row) for e in ids])
-        hidden = swiglu(hidden, self.limit).mul_(weights.view(-1, 1)).to(x.dtype)
-        first, *rest = zip(ids, hidden.unbind(0), strict=True)
-        out = torch.mv(self.each[first[0]][1], first[1])
-        for e, h in rest:
-            out.addmv_(self.each[e][1], h)
-        return out.unsqueeze(0)
+    def _pairs(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+        """Pairs in the order of their experts: an expert's weights are still in the cache for its second token."""
+        k, chosen = ids.shape[1], ids.flatten().tolist()
+        order = sorted(range(len(chosen)), key=chosen.__getitem__)
+        rows = x.unbind(0)
+        hidden = torch.stack([torch.mv(self.each[chosen[pair]][0], rows[pair // k]) for pair in order])
+        shares = torch.tensor([[float(w)] for w in map(weights.flatten().tolist().__getitem__, order)])
+        hidden = swiglu(hidden, self.limit).mul_(shares).to(x.dtype)
+        out = torch.zeros_like(x)
+        sums = out.unbind(0)
+        for pair, row in zip(order, hidden.unbind(0), strict=True):
+            sums[pair // k].addmv_(self.each[chosen[pair]][1], row)
+        return out
 
     def _all(self, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
         share = torch.zeros(x.shape[0], len(self.each)).scatter_(1, ids, weights)

@@ -70,6 +70,17 @@ def short_conv(window: Tensor, weight: Tensor, length: int) -> Tensor:
     return F.silu(out, inplace=True)
 
 
+def short_conv_prompt(before: Tensor, x: Tensor, weight: Tensor) -> Tensor:
+    """`short_conv` of a long sequence without copying it. before: [width - 1, C]; x: [T, C] → [T, C], FP32."""
+    width = weight.shape[0]
+    out = x * weight[-1]
+    for back in range(1, min(width, x.shape[0])):
+        out[back:].addcmul_(x[:-back], weight[-1 - back])
+    for t in range(min(width - 1, x.shape[0])):  # what reaches back before the sequence
+        out[t] += (before[t:] * weight[: width - 1 - t]).sum(0)
+    return F.silu(out, inplace=True)
+
+
 def swiglu(gate_up: Tensor, limit: float | None) -> Tensor:
     """silu(gate) · up of a fused [..., 2 I] → [..., I]; with a limit L: min(silu(gate), L) · clip(up, −L, L)."""
     half = gate_up.shape[-1] // 2
