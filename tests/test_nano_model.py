@@ -9,15 +9,9 @@ import torch
 
 from sparkmoe.errors import ModelError
 from sparkmoe.nano import random_checkpoint
-from sparkmoe.nano.model import (
-    LingConfig,
-    Router,
-    invert_unit_lower,
-    kda_chunked,
-    kda_recurrent,
-    load_checkpoint,
-    swiglu,
-)
+from sparkmoe.nano.config import LingConfig
+from sparkmoe.nano.layers import invert_unit_lower, kda_chunked, kda_recurrent, swiglu
+from sparkmoe.nano.model import Router, load_checkpoint
 
 SMALL = {
     "num_hidden_layers": 4,

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from sparkmoe.nano import random_checkpoint
-from sparkmoe.nano.model import Ling, LingConfig, tensors
+from sparkmoe.nano.config import LingConfig
+from sparkmoe.nano.model import Ling, tensors
 from sparkmoe.nano.quantize import (
     E2M1,
     form,

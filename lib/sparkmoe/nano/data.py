@@ -30,6 +30,7 @@ LENGTHS = (192, 384)
 REPLY, PROMPT = 10, 1  # weights of a target, times 10
 SHARD_ROWS = 4096
 VOCABULARY = 2048
+TOKENIZER = Path(__file__).parent / "bundle" / "fp4" / "tokenizer.json"
 Segments = list[tuple[str, int]]
 
 

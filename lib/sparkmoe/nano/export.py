@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from sparkmoe.errors import ModelError
-from sparkmoe.nano import bundle, tokenizer, train
-from sparkmoe.nano.model import LingConfig
+from sparkmoe.nano import bundle, data, tokenizer, train
+from sparkmoe.nano.config import LingConfig
 from sparkmoe.nano.quantize import form
 
 
@@ -34,7 +34,7 @@ def export(weights: Path, out: Path) -> dict[str, float]:
     save_file(mixed, out / "model.safetensors", metadata={"format": "pt"})
     full = train.CONFIG | {"quantization_config": bundle.QUANTIZATION}
     (out / "config.json").write_text(json.dumps(full, indent=1) + "\n")
-    tokenizer.save(tokenizer.load(train.TOKENIZER), out)
+    tokenizer.save(tokenizer.load(data.TOKENIZER), out)
     curves = weights / "curves.json"
     if curves.exists():
         shutil.copy(curves, out / "curves.json")

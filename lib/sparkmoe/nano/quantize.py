@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from sparkmoe.nano.model import FP32_NAMES, LingConfig
+from sparkmoe.nano.config import LingConfig
+from sparkmoe.nano.model import FP32_NAMES
 
 Form = Literal["mxfp4", "fp8", "bf16", "fp32"]
 MX_BLOCK, FP8_BLOCK = 32, 128

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from sparkmoe.errors import ModelError
 from sparkmoe.nano import tokenizer
-from sparkmoe.nano.model import FP32_NAMES, Ling, LingConfig, tensors
+from sparkmoe.nano.config import LingConfig
+from sparkmoe.nano.model import FP32_NAMES, Ling, tensors
 
 BASE: dict[str, Any] = {
     "architectures": ["BailingMoeV3ForCausalLM"],
