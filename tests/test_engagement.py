@@ -1,4 +1,5 @@
 import copy
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -282,6 +283,21 @@ def test_a_live_server_is_proven_and_another_recipe_is_not(serve: Serve) -> None
     for other, name in (("nextn", "head"), ("fp8_head", "draft")):
         with pytest.raises(NotEngaged, match=f"check `{name}`"):
             require(Recipe.named(other), found, [])
+
+
+@pytest.mark.server
+def test_the_command_verifies_a_running_server(
+    serve: Serve, miniature: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from sparkmoe.cli import main
+
+    serve("fp8_head_nextn")
+    with pytest.raises(SystemExit) as ended:
+        main(["verify", "fp8_head_nextn", "--machine", "cpu", "--model", str(miniature)])
+    *table, last = capsys.readouterr().out.splitlines()
+    assert ended.value.code == 0
+    assert json.loads(last) == {"recipe": "fp8_head_nextn", "engaged": True, "failed": []}
+    assert any("accept_length" in line and "ok" in line for line in table)
 
 
 @pytest.mark.server

@@ -122,3 +122,35 @@ def test_a_copy_for_the_draft_alone_counts_as_memory() -> None:
     assert draft_copy_bytes(**ling, head="fp8") == 0
     assert draft_copy_bytes(**ling, head="bf16", draft_head="fp8") == pytest.approx(402_391_040, rel=0.002)
     assert draft_copy_bytes(**ling, head="bf16", hot=32_768) == 2 * 32_768 * 2560
+
+
+def test_the_command_writes_a_map(miniature: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from sparkmoe.cli import main
+
+    corpus, out = tmp_path / "corpus.txt", tmp_path / "hot.pt"
+    corpus.write_text("one two three\n" * 20)
+    with pytest.raises(SystemExit) as ended:
+        main(
+            [
+                "hot-vocab",
+                str(out),
+                "--size",
+                "48",
+                "--text",
+                str(corpus),
+                "--model",
+                str(miniature),
+                "--machine",
+                "cpu",
+            ]
+        )
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert ended.value.code == 0
+    assert said["rows"] == 48 == len(load(out))
+    assert said["coverage"] == 1.0
+    ends = json.loads((miniature / "config.json").read_text())["eos_token_id"]
+    assert set(ends if isinstance(ends, list) else [ends]) <= set(load(out))
+    with pytest.raises(SystemExit) as ended:
+        main(["hot-vocab", str(out), "--model", str(miniature), "--machine", "cpu"])
+    assert ended.value.code == 2
+    assert "the corpus is empty" in capsys.readouterr().err
