@@ -22,7 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -57,15 +57,17 @@ def install(prototype: Path, where: Path) -> dict[str, str]:
 
 
 @contextmanager
-def server(recipe: Recipe, model: Path, extra: dict[str, str], log: Path) -> Iterator[tuple[str, float, int]]:
+def server(
+    recipe: Recipe, model: Path, extra: dict[str, str], port: int, log: Path
+) -> Iterator[tuple[str, float, int]]:
     """(URL, seconds until the first generated token, process group) of a running server."""
-    command = recipe.command(Machine.named("cpu"), model=model, port=PORT)
+    command = recipe.command(Machine.named("cpu"), model=model, port=port)
     begun = time.monotonic()
     with log.open("w") as out:
         process = subprocess.Popen(
             command.argv, env=os.environ | command.env | extra, stdout=out, stderr=out, start_new_session=True
         )
-    url = f"http://127.0.0.1:{PORT}"
+    url = f"http://127.0.0.1:{port}"
     try:
         while True:
             try:
@@ -102,25 +104,40 @@ def group_bytes(group: int) -> int:
     return total
 
 
-def measure(url: str, group: int, repeats: int, rng: random.Random) -> dict[str, float]:
-    def prompt(n: int) -> list[int]:
-        return [rng.randrange(256) for _ in range(n)]
-
-    generate(url, prompt(64), 64)
-    rates, accepted, prefills = [], [], []
-    for _ in range(repeats):
-        ids = prompt(64)
-        first = min(generate(url, ids, 1)[0] for _ in range(2))
-        whole, meta = generate(url, ids, 257)
-        rates.append(256 / (whole - first))
-        accepted.append(meta.get("spec_accept_length") or 1.0)
-        prefills.append(1024 / generate(url, prompt(1024), 1)[0])
+def one_repeat(url: str, rng: random.Random) -> dict[str, float]:
+    """Decode rate over 256 tokens after a 64-token prompt, accept length, and prefill rate of 1,024 tokens."""
+    ids = [rng.randrange(256) for _ in range(64)]
+    first = min(generate(url, ids, 1)[0] for _ in range(2))
+    whole, meta = generate(url, ids, 257)
+    long = [rng.randrange(256) for _ in range(1024)]
     return {
-        "tok_s": statistics.median(rates),
-        "accept_length": statistics.mean(accepted),
-        "prefill_tok_s": statistics.median(prefills),
-        "pss_gib": group_bytes(group) / 2**30,
+        "tok_s": 256 / (whole - first),
+        "accept_length": meta.get("spec_accept_length") or 1.0,
+        "prefill_tok_s": 1024 / generate(url, long, 1)[0],
     }
+
+
+def one_boot(
+    platforms: dict[str, dict[str, str]], model: Path, repeats: int, logs: Path
+) -> dict[str, dict[str, float]]:
+    """Start all arms, then measure them in turns, so that what else the machine does meets each alike."""
+    running: dict[str, tuple[str, float, int]] = {}
+    samples: dict[str, list[dict[str, float]]] = {}
+    with ExitStack() as stack:
+        for steps in (0, 3):
+            for platform, extra in platforms.items():
+                arm, port = f"{platform} {'nextn' if steps else 'plain'}", PORT + len(running)
+                recipe = Recipe("baseline").with_(draft_steps=steps)
+                running[arm] = stack.enter_context(server(recipe, model, extra, port, logs / f"{port}.log"))
+                generate(running[arm][0], list(range(64)), 64)
+        for repeat in range(repeats):
+            for arm, (url, _, _) in running.items():
+                samples.setdefault(arm, []).append(one_repeat(url, random.Random(repeat)))
+        return {
+            arm: {key: statistics.median(s[key] for s in samples[arm]) for key in samples[arm][0]}
+            | {"ready_s": ready_s, "pss_gib": group_bytes(group) / 2**30}
+            for arm, (_, ready_s, group) in running.items()
+        }
 
 
 def main() -> None:
@@ -133,20 +150,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         model = make(folder / "miniature", alpha=ALPHA)
-        platforms = {"torch_cpu": {}}
+        platforms: dict[str, dict[str, str]] = {"torch_cpu": {}}
         if args.prototype:
             (folder / "site").mkdir()
             platforms["prototype"] = install(args.prototype, folder / "site")
-        for boot in range(args.boots):
-            for steps in (0, 3):
-                for platform, extra in platforms.items():
-                    arm = f"{platform} {'nextn' if steps else 'plain'}"
-                    recipe = Recipe("baseline").with_(draft_steps=steps)
-                    with server(recipe, model, extra, folder / "log") as (url, ready_s, group):
-                        found = measure(url, group, args.repeats, random.Random(boot)) | {"ready_s": ready_s}
-                    results.setdefault(arm, []).append(found)
-                    sys.stdout.write(f"{arm}: " + ", ".join(f"{k} {v:.2f}" for k, v in found.items()) + "\n")
-                    sys.stdout.flush()
+        for _ in range(args.boots):
+            for arm, found in one_boot(platforms, model, args.repeats, folder).items():
+                results.setdefault(arm, []).append(found)
+                sys.stdout.write(f"{arm}: " + ", ".join(f"{k} {v:.2f}" for k, v in found.items()) + "\n")
+                sys.stdout.flush()
     arms = {arm: {k: statistics.median(b[k] for b in boots) for k in boots[0]} for arm, boots in results.items()}
     plain, nextn = arms["torch_cpu plain"], arms["torch_cpu nextn"]
     held = {

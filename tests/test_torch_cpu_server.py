@@ -98,40 +98,40 @@ def test_profiler_gives_a_trace_and_the_server_survives(plain, tmp_path):
     assert len(generate(plain(), [1, 2, 3], 8)["output_ids"]) == 8
 
 
+@pytest.fixture(scope="module")
+def nextn(serve):
+    return lambda: serve("baseline", draft_steps=3, radix_cache=True)
+
+
 @pytest.mark.server
-@pytest.mark.parametrize("steps", [3, 1, 5])
-def test_nextn_greedy_equals_plain_greedy(serve, greedy, steps):
-    engine = serve("baseline", draft_steps=steps)
-    answers = side_by_side(engine, prompts(PROMPTS, seed=1), LENGTH)
+def test_nextn_greedy_equals_plain_greedy(nextn, greedy):
+    answers = side_by_side(nextn(), prompts(PROMPTS, seed=1), LENGTH)
     assert [a["output_ids"] for a in answers] == greedy
     accept = [a["meta_info"]["spec_accept_length"] for a in answers]
-    assert min(accept) > 1.2  # drafts were accepted
-    assert max(accept) < steps + 1  # and rejected
-    assert max(accept) <= steps + 1
+    assert min(accept) > 1.2  # drafts were accepted, and not all of them
+    assert max(accept) < 4
 
 
 @pytest.mark.server
-def test_nextn_with_radix_cache(serve, greedy):
-    engine = serve("baseline", draft_steps=3, radix_cache=True)
-    asked = prompts(PROMPTS, seed=1)[:4]
-    for ids, want in zip(asked, greedy, strict=False):
-        assert generate(engine, ids, 60)["output_ids"] == want[:60]
-        longer = generate(engine, ids + want[:60], 60)
+def test_nextn_with_radix_cache(nextn, greedy):
+    for ids, want in zip(prompts(PROMPTS, seed=1)[:4], greedy, strict=False):
+        assert generate(nextn(), ids, 60)["output_ids"] == want[:60]
+        longer = generate(nextn(), ids + want[:60], 60)
         assert longer["output_ids"] == want[60:120]
         assert longer["meta_info"]["cached_tokens"] > 0
 
 
 @pytest.mark.server
-def test_sampled_nextn_keeps_the_targets_distribution(serve, miniature):
+def test_sampled_nextn_keeps_the_targets_distribution(nextn, miniature):
     """Second sampled token of 600 requests against its exact distribution under the reference (chi-square)."""
-    engine, (ids,), count = serve("baseline", draft_steps=3), prompts(1, seed=4), 600
+    (ids,), count = prompts(1, seed=4), 600
     ling = load_checkpoint(miniature)
     with torch.inference_mode():
         first = ling(torch.tensor([ids]))[0, -1].double().softmax(-1)
         likely = first.topk(200).indices
         rows = torch.tensor([[*ids, int(t)] for t in likely])
         second = (ling(rows)[:, -1].double().softmax(-1) * first[likely].unsqueeze(1)).sum(0)
-    answers = side_by_side(engine, [ids] * count, 3, sampling={"temperature": 1.0})
+    answers = side_by_side(nextn(), [ids] * count, 3, sampling={"temperature": 1.0})
     seen = torch.bincount(torch.tensor([a["output_ids"][1] for a in answers]), minlength=len(second)).double()
     bins = second.topk(6).indices
     want = torch.cat([second[bins], (1 - second[bins].sum()).view(1)]) * count
@@ -139,6 +139,14 @@ def test_sampled_nextn_keeps_the_targets_distribution(serve, miniature):
     keep = want > 5
     want, got = want[keep], got[keep]
     assert stats.chisquare(got.numpy(), (want * got.sum() / want.sum()).numpy()).pvalue > 1e-3
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("steps", [1, 5])
+def test_shortest_and_longest_drafts(serve, greedy, steps):
+    answers = side_by_side(serve("baseline", draft_steps=steps), prompts(PROMPTS, seed=1)[:8], 100)
+    assert [a["output_ids"] for a in answers] == [want[:100] for want in greedy[:8]]
+    assert max(a["meta_info"]["spec_accept_length"] for a in answers) <= steps + 1
 
 
 @pytest.mark.server
