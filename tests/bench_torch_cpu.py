@@ -1,12 +1,10 @@
-"""What the CPU platform is worth on this machine: decode, NEXTN, prefill, memory, start; beside another platform if
-given.
+"""What the CPU platform is worth on this machine: decode, NEXTN, prefill, memory, start.
 
     python tests/bench_torch_cpu.py [--prototype FOLDER] [--boots 1] [--repeats 5]
 
-serves a 12-layer random miniature (25 M parameters) whose drafts are accepted about three tokens long, first plain,
-then with NEXTN (K = 3), batch 1, greedy. With --prototype the same arms run on the package `sglang_torch_cpu` in that
-folder, boots interleaved. The last line of the output is one JSON object: medians per arm, ratios, and whether the
-targets hold.
+serves a 12-layer random miniature (25 M parameters) whose drafts are accepted about three tokens long, plain and with
+NEXTN (K = 3), batch 1, greedy. With --prototype the same arms run on the package `sglang_torch_cpu` in that folder,
+measured in turns. The last line of the output is one JSON object: medians per arm, and the targets' figures.
 """
 
 from __future__ import annotations
