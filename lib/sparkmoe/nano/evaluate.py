@@ -93,7 +93,7 @@ def _post(engine: Engine, body: dict[str, Any]) -> dict[str, Any]:
 
 @torch.no_grad()
 def agreement(model: Ling, served: Sequence[Served], draft_steps: int) -> dict[str, float]:
-    """How the server differs from the reference: log-probabilities, most likely tokens, accepted drafts by round."""
+    """How the server differs from the reference in log-probabilities, most likely tokens, accepted drafts."""
     worst, same, total, rounds_same = 0.0, 0, 0, 0
     for s in served:
         ids = torch.tensor([s.ids])
@@ -103,8 +103,13 @@ def agreement(model: Ling, served: Sequence[Served], draft_steps: int) -> dict[s
         worst = max(worst, float((given - torch.tensor(s.logprobs)).abs().max()))
         same += int((logprobs.argmax(-1) == torch.tensor(s.best)).sum())
         total += len(s.best)
-        drafts = [model.lm_head(h)[0].argmax(-1) for h in model.drafts(ids, hidden, draft_steps)]
-        rounds_same += predicted_histogram(s.ids, s.prompt_tokens, drafts) == s.histogram
+        longer = ids
+        for _ in range(draft_steps):  # the last round is verified beyond the end
+            longer = torch.cat([longer, model(longer)[:, -1:].argmax(-1)], 1)
+        after = model.drafts(longer, model.hidden(longer), draft_steps)
+        drafts = [model.lm_head(h)[0].argmax(-1) for h in after]
+        predicted = predicted_histogram(longer[0].tolist(), s.prompt_tokens, len(s.ids), drafts)
+        rounds_same += predicted == s.histogram
     return {
         "argmax_agreement": same / total,
         "largest_logprob_difference": worst,
@@ -113,20 +118,17 @@ def agreement(model: Ling, served: Sequence[Served], draft_steps: int) -> dict[s
     }
 
 
-def predicted_histogram(ids: list[int], prompt_tokens: int, drafts: list[Tensor]) -> list[int]:
-    """Rounds with 0…K accepted drafts of a greedy server. drafts[s][p] is what step s drafts for position p + s + 2.
+def predicted_histogram(ids: list[int], start: int, end: int, drafts: list[Tensor]) -> list[int]:
+    """Rounds with 0…K accepted drafts of a greedy server whose reply is ids[start:end].
 
-    The prefill gives the first token; a round from p drafts K tokens behind p + 1 and yields one more than it accepts.
+    `ids` goes on K tokens behind `end`; drafts[s][p] is what step s drafts for position p + s + 2. The prefill gives
+    the first token; a round from p drafts K tokens behind p + 1 and yields one more than it accepts.
     """
     counts: Counter[int] = Counter()
-    base = prompt_tokens - 1
-    while base + 2 < len(ids):
+    base = start - 1
+    while base + 2 < end:
         accepted = 0
-        while (
-            accepted < len(drafts)
-            and base + accepted + 2 < len(ids)
-            and int(drafts[accepted][base]) == ids[base + accepted + 2]
-        ):
+        while accepted < len(drafts) and int(drafts[accepted][base]) == ids[base + accepted + 2]:
             accepted += 1
         counts[accepted] += 1
         base += accepted + 1
@@ -164,7 +166,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=100, help="prompts for agreement and accept length")
     parser.add_argument("--parallel", type=int, default=8)
     parser.add_argument("--draft-steps", type=int, default=3)
-    parser.add_argument("--splits", default=",".join(problems.SPLITS))
+    parser.add_argument("--splits", default=",".join(problems.SPLITS), help="comma-separated, may be empty")
     args = parser.parse_args()
     folder = args.model or bundle.folder("bf16")
     result: dict[str, Any] = {"model": str(folder.name), "count": args.count, "draft_steps": args.draft_steps}
@@ -181,7 +183,7 @@ def main() -> None:
         }
         print(json.dumps(result), flush=True)  # noqa: T201
         served = [generate(engine, p) for p in prompts]
-        for split in args.splits.split(","):
+        for split in filter(None, args.splits.split(",")):
             result[split] = accuracy(client, split, args.count, args.parallel)
             print(json.dumps({split: result[split]}), flush=True)  # noqa: T201
     model = load_checkpoint(folder)
