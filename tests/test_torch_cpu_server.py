@@ -17,7 +17,15 @@ import torch
 from scipy import stats
 
 from sparkmoe.nano.model import load_checkpoint
+from sparkmoe.nano.random_checkpoint import make
+from sparkmoe.sglang_plugin import hooks
 
+ENV = os.environ | {
+    "SGLANG_PLATFORM": "torch_cpu",
+    "OMP_NUM_THREADS": "1",
+    "TORCH_COMPILE_DISABLE": "1",
+    "SGLANG_MAMBA_CONV_DTYPE": "float32",
+}
 PROMPTS, LENGTH = 20, 200
 
 
@@ -150,61 +158,46 @@ def test_shortest_and_longest_drafts(serve, greedy, steps):
 
 
 @pytest.mark.server
-def test_a_hook_that_does_not_fit_stops_the_process():
+def test_hooks_fit_and_one_that_does_not_stops_the_process():
     """SGLang swallows Exceptions of plugins: the process must end all the same, and say why."""
     script = """
+from sparkmoe import sglang_plugin
+for item in sglang_plugin.report():
+    print(item.state.value, item.hook.target, item.detail)
 from sglang.srt.models.bailing_moe_v3 import BailingMoELinearModel
 BailingMoELinearModel.forward = lambda self, input_ids, positions: None
 from sglang.srt.plugins import load_plugins
 load_plugins()
 print("alive")
 """
-    env = os.environ | {"SGLANG_PLATFORM": "torch_cpu"}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], env=env, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "alive" not in done.stdout
-    assert "sglang.srt.models.bailing_moe_v3.BailingMoELinearModel.forward does not fit" in done.stderr
-    assert "SGLang 0.5" in done.stderr
-
-
-@pytest.mark.server
-def test_all_hooks_fit_the_installed_sglang():
-    script = """
-from sparkmoe import sglang_plugin
-for item in sglang_plugin.report():
-    print(item.state.value, item.hook.target, item.detail)
-"""
-    env = os.environ | {"SGLANG_PLATFORM": "torch_cpu"}
-    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], env=env, capture_output=True, text=True)
+    done = subprocess.run([sys.executable, "-W", "ignore", "-c", script], env=ENV, capture_output=True, text=True)
     lines = [line for line in done.stdout.splitlines() if " sglang." in line]
     assert len(lines) > 15, done.stderr[-2000:]
     assert [line for line in lines if line.startswith("does not fit")] == []
+    assert done.returncode == 1
+    assert "alive" not in done.stdout
+    assert "sglang.srt.models.bailing_moe_v3.BailingMoELinearModel.forward does not fit" in done.stderr
+    assert f"SGLang {hooks.sglang_version()}" in done.stderr
 
 
 @pytest.mark.server
-@pytest.mark.parametrize("variant", ["q_lora", "kda_lora", "open_gate"])
-def test_loader_of_config_variants(tmp_path, variant):
-    """The real loader's layouts for variants, in one process without a server: log-probabilities of a prompt."""
-    changes: dict[str, Any] = {
+def test_loader_of_config_variants(tmp_path):
+    """The real loader's layouts for variants, without servers: log-probabilities of a prompt and of decoded tokens."""
+    variants: dict[str, dict[str, Any]] = {
         "q_lora": {"q_lora_rank": 48, "gated_attention_proj_granularity_type": "element_wise"},
         "kda_lora": {"no_kda_lora": False, "kv_lora_rank": 96, "qk_nope_head_dim": 48},
         "open_gate": {"kda_safe_gate": False, "n_group": 4, "topk_group": 2},
-    }[variant]
-    from sparkmoe.nano.random_checkpoint import make
-
-    folder = make(tmp_path / variant, num_hidden_layers=4, **changes)
-    script = Path(__file__).with_name("model_runner.py")
-    env = os.environ | {
-        "SGLANG_PLATFORM": "torch_cpu", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1",
-        "SGLANG_MAMBA_CONV_DTYPE": "float32",
-    }  # fmt: skip
-    ids = prompts(1, seed=5)[0] + [7]
+    }
+    folders = [make(tmp_path / name, num_hidden_layers=4, **changes) for name, changes in variants.items()]
+    ids = [*prompts(1, seed=5)[0], *range(7)]
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script), str(folder), str(tmp_path / "logits.pt"), *map(str, ids)],
-        env=env, capture_output=True, text=True, timeout=240,
+        [sys.executable, "-W", "ignore", str(Path(__file__).with_name("model_runner.py")), ",".join(map(str, ids)),
+         *map(str, folders)],
+        env=ENV, capture_output=True, text=True, timeout=240,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
-    got = torch.load(tmp_path / "logits.pt").log_softmax(-1)
-    with torch.inference_mode():
-        want = load_checkpoint(folder)(torch.tensor([ids]))[0].log_softmax(-1)
-    torch.testing.assert_close(got, want[-len(got) :], atol=1e-3, rtol=0)
+    for folder in folders:
+        got = torch.load(folder / "logits.pt").log_softmax(-1)
+        with torch.inference_mode():
+            want = load_checkpoint(folder)(torch.tensor([ids]))[0].log_softmax(-1)
+        torch.testing.assert_close(got, want[-len(got) :], atol=1e-3, rtol=0)
