@@ -43,13 +43,13 @@ class Served:
     histogram: list[int] | None  # rounds with 0, 1, … accepted drafts
 
 
-def accuracy(client: Client, split: str, count: int, parallel: int) -> dict[str, float]:
+def accuracy(client: Client, split: str, count: int, parallel: int, thinking: bool = True) -> dict[str, float]:
     """Share of right answers of `count` problems, and the share that did not end within MAX_NEW_TOKENS."""
     asked = problems.split(split, count)
 
     def one(problem: problems.Problem) -> tuple[bool, bool]:
         message = [{"role": "user", "content": problem.question}]
-        sample = client.chat(message, max_new_tokens=MAX_NEW_TOKENS, thinking=True)
+        sample = client.chat(message, max_new_tokens=MAX_NEW_TOKENS, thinking=thinking)
         found = extract(sample.text)
         return found is not None and found.number == problem.result, sample.finish_reason == "length"
 
@@ -164,6 +164,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="an unquantized checkpoint; left out: the bundled one")
     parser.add_argument("--count", type=int, default=500, help="problems a split")
     parser.add_argument("--prompts", type=int, default=100, help="prompts for agreement and accept length")
+    parser.add_argument("--thinking-off", type=int, default=200, help="problems asked once more with thinking off")
     parser.add_argument("--parallel", type=int, default=8)
     parser.add_argument("--draft-steps", type=int, default=3)
     parser.add_argument("--splits", default=",".join(problems.SPLITS), help="comma-separated, may be empty")
@@ -186,6 +187,9 @@ def main() -> None:
         for split in filter(None, args.splits.split(",")):
             result[split] = accuracy(client, split, args.count, args.parallel)
             print(json.dumps({split: result[split]}), flush=True)  # noqa: T201
+        if args.thinking_off:
+            off = accuracy(client, "instances", args.thinking_off, args.parallel, thinking=False)
+            result["instances, thinking off"] = off
     model = load_checkpoint(folder)
     result["agreement"] = agreement(model, served, args.draft_steps)
     result["limits"] = worth_of_limits(model, served[:50])
