@@ -214,7 +214,8 @@ def load(folder: Path, tmp_path: Path, *, shards: int = 1, flags: tuple[str, ...
         spec = {"model": str(folder), "shards": shards, "rank": rank, "port": port, "out": str(out), "flags": flags}
         out.with_suffix(".json").write_text(json.dumps(spec))
         command = [sys.executable, str(WORKER), str(out.with_suffix(".json"))]
-        env = os.environ | CPU_ENV | {"SGLANG_ENABLE_FP8_LM_HEAD": "1"}
+        cores = {"SGLANG_CPU_OMP_THREADS_BIND": "|".join(["0"] * shards)}
+        env = os.environ | CPU_ENV | cores | {"SGLANG_ENABLE_FP8_LM_HEAD": "1"}
         pipe = subprocess.PIPE
         running.append((out, subprocess.Popen(command, env=env, stdout=pipe, stderr=subprocess.STDOUT, text=True)))
     said = "".join(process.communicate(timeout=120)[0] for _, process in running)
