@@ -243,6 +243,7 @@ def test_qwen3_moe_and_two_shards_give_the_same_logits(tmp_path: Path) -> None:
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_a_tied_head_is_refused_by_a_real_load(tmp_path: Path) -> None:
     results, said = load(qwen3_moe(tmp_path / "tied", tied=True), tmp_path)
     assert not results
@@ -250,6 +251,7 @@ def test_a_tied_head_is_refused_by_a_real_load(tmp_path: Path) -> None:
 
 
 @pytest.mark.server
+@pytest.mark.slow
 def test_an_fp32_head_beside_it_is_refused_by_a_real_load(tmp_path: Path) -> None:
     results, said = load(qwen3_moe(tmp_path / "fp32", tied=False), tmp_path, flags=("--enable-fp32-lm-head",))
     assert not results
