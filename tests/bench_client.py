@@ -178,6 +178,7 @@ def against_sglang(
             "client": stats.summarize(new).as_dict(),
             "official": stats.summarize(base).as_dict(),
             "ratio": stats.ratio(new, base, paired=True).as_dict(),
+            "pairs": [[statistics.median(a), statistics.median(b)] for a, b in zip(new, base, strict=True)],
         }
     accepted = [value for run in runs["client"] for value in run["accept_length"]]
     return result | {"accept_length": statistics.mean(accepted) if accepted else None}
@@ -190,10 +191,10 @@ def main() -> None:
     parser.add_argument("--model", type=Path, help="default: the machine's own model")
     parser.add_argument("--url", help="measure this server instead of starting one; needs --model for its tokenizer")
     parser.add_argument("--api-key", default="")
-    parser.add_argument("--pairs", type=int, default=6)
-    parser.add_argument("--requests", type=int, default=6)
+    parser.add_argument("--pairs", type=int, default=40)
+    parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--input-tokens", type=int, default=256)
-    parser.add_argument("--output-tokens", type=int, default=128)
+    parser.add_argument("--output-tokens", type=int, default=64)
     options = parser.parse_args()
     if options.what == "delay":
         print(json.dumps(delay()))  # noqa: T201
