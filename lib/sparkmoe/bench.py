@@ -32,6 +32,7 @@ from typing import Any, Protocol, TypeVar
 
 import psutil
 
+from sparkmoe.checkpoint import resolve
 from sparkmoe.client import Client, RequestFailed, Sample
 from sparkmoe.conditions import clocks
 from sparkmoe.engine import Engine
@@ -122,7 +123,7 @@ def bench(
         raise DataError(f"a bench needs arms with different names; found {len(arms)}, {len(recipes)} different")
     _refuse_impossible(recipes.values(), workload, machine, boots, repeats, concurrency)
     plan = {"arms": recipes, "boots": boots, "repeats": repeats, "concurrency": list(concurrency), "seed": seed}
-    folder = Path(model or machine.default_model or "MODEL")
+    folder = resolve(model, machine) if boot_with is None else Path(model or "another server's model")
     commands = {name: recipe.command(machine, model=folder, port=0).shell() for name, recipe in recipes.items()}
     conditions = {"machine": machine, "model": folder, "commands": commands, "seeds": {"bench": seed}}
     _same_plan(run, plan | {"sampling": sampling, "prompt_hash": workload.sha256}, conditions, workload)

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from sparkmoe.errors import ModelError
-from sparkmoe.machine import Machine, home
+from sparkmoe.machine import NANO_LING, Machine
 
 ARCHITECTURES = ("BailingMoeV3ForCausalLM",)
 _BITS = (
@@ -69,9 +69,10 @@ class Checkpoint:
 
 
 def resolve(model: Path | str | None, machine: Machine) -> Path:
-    """The folder to serve: `model`, or the machine's default one, which is made first where it is the miniature.
+    """The folder to serve: `model`, or the machine's default one. The bundled nano Ling is stored as a GPU reads it
+    and served on a CPU in its BF16 form, derived on first use.
 
-    Raises ModelError if there is none.
+    Raises ModelError if there is none, or if the bundle is damaged.
     """
     if model is not None:
         return Path(model).expanduser().absolute()
@@ -80,7 +81,11 @@ def resolve(model: Path | str | None, machine: Machine) -> Path:
         raise ModelError(
             f"no model given and none found for a {machine.profile} machine; pass its folder (--model, SPARKMOE_MODEL)"
         )
-    return default if default.exists() or not default.is_relative_to(home()) else make_miniature(default)
+    if default == NANO_LING:
+        from sparkmoe.nano import bundle
+
+        return bundle.folder("bf16" if machine.profile == "cpu" else "fp4")
+    return default
 
 
 def make_miniature(path: Path) -> Path:

@@ -219,7 +219,8 @@ def _print_command(recipe: Any, machine: str, model: Path | None, port: int | No
     from sparkmoe.machine import Machine
 
     where = Machine.named(machine)
-    folder = model or where.default_model or Path(f"/path/to/{recipe.name}-model")
+    known = model or where.default_model
+    folder = checkpoint.resolve(model, where) if known else Path(f"/path/to/{recipe.name}-model")
     seen = checkpoint.inspect(folder) if folder.exists() else None
     recipe.require(where, seen)
     key = secrets.token_urlsafe(24)

@@ -82,6 +82,7 @@ _REFERENCE: dict[str, dict[str, Any]] = {
     },
 }
 SPARK_MODEL = "Ling-3.0-flash-fp4"
+NANO_LING = Path(__file__).parent / "nano" / "bundle" / "fp4"
 
 
 @dataclass(frozen=True)
@@ -318,13 +319,12 @@ def _versions() -> tuple[tuple[str, str], ...]:
 
 
 def _default_model(profile: Profile) -> Path | None:
-    """`SPARKMOE_MODEL` if set. On a CPU the bundled nano Ling, else the miniature of random weights, which is made on
-    first use; on a GPU the published checkpoint where it has been downloaded, else None."""
+    """`SPARKMOE_MODEL` if set. On a CPU the bundled nano Ling; on a GPU the published checkpoint where it has been
+    downloaded, else None."""
     if chosen := os.environ.get("SPARKMOE_MODEL"):
         return Path(chosen).expanduser().absolute()
     if profile == "cpu":
-        bundled = Path(__file__).parent / "nano" / "bundle"
-        return bundled if (bundled / "config.json").is_file() else home() / "nano" / "random-miniature"
+        return NANO_LING
     places = [home() / "models" / SPARK_MODEL]
     hub = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface") / "hub"
     places += sorted(hub.glob(f"models--*--{SPARK_MODEL}/snapshots/*"))

@@ -37,13 +37,21 @@ class ChecksFailed(SparkmoeError):
 
 @dataclass(frozen=True)
 class Check:
-    """One thing that must hold: what was expected, what was found, and what to do where they differ."""
+    """One thing that must hold: what was expected, what was found, and what to do where they differ.
+
+    `required=False` marks a time that a busy machine may spoil in a quick run: worth a look, no failure.
+    """
 
     what: str
     ok: bool
     found: str
     expected: str
     advice: str = ""
+    required: bool = True
+
+    @property
+    def state(self) -> str:
+        return "✔ pass" if self.ok else "✘ FAIL" if self.required else "◯ look"
 
 
 class Checks:
@@ -53,9 +61,11 @@ class Checks:
         self.run, self.name = run, name
         self.checks: list[Check] = []
 
-    def add(self, what: str, ok: bool, found: object, expected: object, advice: str = "") -> bool:
+    def add(
+        self, what: str, ok: bool, found: object, expected: object, advice: str = "", *, required: bool = True
+    ) -> bool:
         """Note one check and return whether it holds. A repeated `what` (a cell run twice) replaces the earlier one."""
-        check = Check(what, bool(ok), str(found), str(expected), "" if ok else advice)
+        check = Check(what, bool(ok), str(found), str(expected), "" if ok else advice, required)
         self.checks = [c for c in self.checks if c.what != what] + [check]
         return check.ok
 
@@ -68,10 +78,10 @@ class Checks:
         return self.add("samples kept", measured.left_out <= total // 10, found, "at most one in ten spoiled", advice)
 
     def finish(self) -> pd.DataFrame:
-        """Write the checks to the run and return them as a table. If one failed: show it, then raise ChecksFailed."""
+        """Write the checks to the run and return them as a table. If a required one failed: show it, then raise ChecksFailed."""
         from IPython.display import display
 
-        failed = [check for check in self.checks if not check.ok]
+        failed = [check for check in self.checks if check.required and not check.ok]
         if not self.checks:
             raise ChecksFailed(f"{self.name} made no check: run its cells from the top")
         self.run.write_json(
@@ -79,7 +89,7 @@ class Checks:
             {"schema": CHECKS_SCHEMA, "notebook": self.name, "checks": [asdict(check) for check in self.checks]},
         )
         shown = pd.DataFrame(
-            [("✔ pass" if c.ok else "✘ FAIL", c.what, c.found, c.expected, c.advice) for c in self.checks],
+            [(c.state, c.what, c.found, c.expected, c.advice) for c in self.checks],
             columns=["", "check", "found", "expected", "what to do"],
         ).set_index("")
         if failed:

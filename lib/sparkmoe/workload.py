@@ -171,6 +171,13 @@ def miniature(
     return prompts
 
 
+def typical(client: Client, machine: Machine, *, n: int, output_tokens: int = 256, seed: int = 0) -> list[Prompt]:
+    """What a machine's default model is good at: nano Ling's problems on a CPU, shipped mathematics elsewhere."""
+    if machine.profile == "cpu":
+        return miniature(client, n=n, seed=seed, output_tokens=output_tokens)
+    return real(client, kinds=["maths"], n=n, output_tokens=output_tokens, thinking=True)
+
+
 def jsonl(
     client: Client, path: Path, *, n: int | None = None, output_tokens: int = 256, thinking: bool = True
 ) -> list[Prompt]:

@@ -76,7 +76,7 @@ def folder(form: Literal["bf16", "fp4"] = "bf16") -> Path:
     if form == "fp4":
         return BUNDLE
     home = Path(os.environ.get("SPARKMOE_HOME") or Path.home() / ".cache" / "sparkmoe") / "nano"
-    target = home / f"bf16-{sha256(BUNDLE / HASHES)[:12]}"
+    target = home / f"nano-ling-{sha256(BUNDLE / HASHES)[:12]}"
     if target.exists():
         wrong = damage(target)
         if wrong is None:
