@@ -1,4 +1,4 @@
-"""House rules of the notebooks: short, typed parameters first, no outputs, nothing hidden. `sparkmoe run` executes them."""
+"""House rules of the notebooks: short, typed parameters first, no outputs, nothing hidden."""
 
 import ast
 import json
@@ -32,7 +32,8 @@ def test_there_are_notebooks_and_their_names_are_in_order() -> None:
 def test_size(notebook: dict[str, Any]) -> None:
     assert len(notebook["cells"]) <= MAX_CELLS
     assert all(cell["source"].strip() for cell in notebook["cells"]), "an empty cell"
-    long = [cell["source"].splitlines()[0] for cell in code_cells(notebook) if len(cell["source"].splitlines()) > MAX_LINES]
+    lines = [cell["source"].splitlines() for cell in code_cells(notebook)]
+    long = [cell[0] for cell in lines if len(cell) > MAX_LINES]
     assert long == []
 
 

@@ -41,13 +41,17 @@ def problem(groups: int, length: int, size: int, lowest: float, seed: int = 0):
     return q, k, v, g, beta, rand(groups, size, size, seed=seed + 9)
 
 
+def time_first(args):
+    return (*(x.transpose(0, 1) for x in args[:5]), args[5])
+
+
 @pytest.mark.parametrize("lowest", [-5.0, -0.01, 0.0])
 @pytest.mark.parametrize("length", [1, 2, 31, 32, 33, 97])
 def test_chunked_is_the_recurrence(length, lowest):
     args = problem(3, length, 16, lowest)
     want, states = delta_rule(*args)
-    out, state = kda.chunked(*args, True)
-    torch.testing.assert_close(out.double(), want, atol=2e-5, rtol=1e-4)
+    out, state = kda.chunked(*time_first(args), True)
+    torch.testing.assert_close(out.transpose(0, 1).double(), want, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(state.double(), states[-1], atol=2e-5, rtol=1e-4)
 
 
@@ -55,9 +59,9 @@ def test_chunked_is_the_recurrence(length, lowest):
 def test_chunked_with_an_unbounded_gate(lowest):
     args = problem(2, 70, 16, lowest)
     want, states = delta_rule(*args)
-    out, state = kda.chunked(*args, False)
+    out, state = kda.chunked(*time_first(args), False)
     assert out.dtype is torch.float32
-    torch.testing.assert_close(out.double(), want, atol=2e-5, rtol=1e-4)
+    torch.testing.assert_close(out.transpose(0, 1).double(), want, atol=2e-5, rtol=1e-4)
     torch.testing.assert_close(state.double(), states[-1], atol=2e-5, rtol=1e-4)
 
 

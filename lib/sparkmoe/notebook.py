@@ -78,7 +78,7 @@ class Checks:
         return self.add("samples kept", measured.left_out <= total // 10, found, "at most one in ten spoiled", advice)
 
     def finish(self) -> pd.DataFrame:
-        """Write the checks to the run and return them as a table. If a required one failed: show it, then raise ChecksFailed."""
+        """Write the checks to the run and return them as a table; shown before ChecksFailed is raised where one failed."""
         from IPython.display import display
 
         failed = [check for check in self.checks if check.required and not check.ok]

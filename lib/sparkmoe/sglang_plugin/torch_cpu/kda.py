@@ -81,23 +81,22 @@ def replay(state: Tensor, k: Tensor, u: Tensor, total: Tensor, count: int) -> Te
 def chunked(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor, bounded: bool
 ) -> tuple[Tensor, Tensor]:
-    """A whole sequence. q, k, g: [G, T, K]; v: [G, T, V]; beta: [G, T]; state: [G, V, K]. Returns [G, T, V] and a new
-    state.
+    """A whole sequence, time first. q, k, g: [T, G, K]; v: [T, G, V]; beta: [T, G]; state: [G, V, K].
 
-    With L the cumulative log decay inside a chunk, e^(L_t − L_s) is split into two factors around the chunk's middle.
-    Where the gate is bounded (g ≥ −5) a chunk of 32 stays inside FP32; otherwise the exponents go to FP64, with g cut
-    at −40.
+    Returns the outputs [T, G, V] and the new state. With L the cumulative log decay inside a chunk, e^(L_t − L_s) is
+    split into two factors around the chunk's middle. Where the gate is bounded (g ≥ −5) a chunk of 32 stays inside
+    FP32; otherwise the exponents go to FP64, with g cut at −40.
     """
-    length, size = q.shape[1:]
+    length, size = q.shape[0], q.shape[2]
     if not bounded:
         q, k, v, beta, state = (x.double() for x in (q, k, v, beta, state))
         g = g.clamp(min=_MIN_LOG_DECAY).double()
     chunk = min(CHUNK if bounded else CHUNK // 2, length)
     if pad := -length % chunk:
-        q, k, v, g = (F.pad(x, (0, 0, 0, pad)) for x in (q, k, v, g))
-        beta = F.pad(beta, (0, pad))
-    q, k, v, g = (x.contiguous().view(x.shape[0], -1, chunk, x.shape[2]) for x in (q, k, v, g))  # [G, n, C, *]
-    beta = beta.unflatten(1, (-1, chunk)).unsqueeze(-1)
+        q, k, v, g = (F.pad(x, (0, 0, 0, 0, 0, pad)) for x in (q, k, v, g))
+        beta = F.pad(beta, (0, 0, 0, pad))
+    q, k, v, g = (x.unflatten(0, (-1, chunk)).transpose(1, 2).contiguous() for x in (q, k, v, g))  # [n, G, C, *]
+    beta = beta.unflatten(0, (-1, chunk)).transpose(1, 2).unsqueeze(-1)
     total = torch.matmul(_ones_below(chunk, g.dtype), g)  # cumsum over the chunk
     centred = total - total[:, :, chunk // 2 : chunk // 2 + 1]
     forward = centred.exp()
@@ -107,19 +106,19 @@ def chunked(
     decay = total.exp()
     right = torch.cat([v, k * decay], -1).mul_(beta)
     solved = torch.linalg.solve_triangular(mixing, right, upper=False, unitriangular=True)
-    writes, reads = solved.split([v.shape[-1], size], -1)
+    writes, reads = (x.contiguous() for x in solved.split([v.shape[-1], size], -1))
     last = total[:, :, -1:]
     at_end = (last - total).exp_().mul_(k).transpose(-1, -2)
-    keep = last.exp().transpose(-1, -2)  # [G, n, K, 1]
-    reading = torch.cat([reads, decay.mul_(q)], 2)  # both meet the state before the chunk
+    keep = last.exp().transpose(-1, -2)  # [n, G, K, 1]
+    query = decay.mul_(q)
     s = state.transpose(-1, -2).contiguous()  # [G, K, V]
-    out = []
-    for i in range(q.shape[1]):
-        seen = torch.bmm(reading[:, i], s)
-        u = writes[:, i] - seen[:, :chunk]
-        out.append(torch.baddbmm(seen[:, chunk:], attention[:, i], u))
-        s = torch.baddbmm(s.mul_(keep[:, i]), at_end[:, i], u)
-    return torch.cat(out, 1)[:, :length].float(), s.transpose(-1, -2).float()
+    out = torch.empty_like(writes)
+    parts = (t.unbind(0) for t in (writes, reads, query, attention, at_end, keep, out))
+    for u, r, x, mix, end, kept, o in zip(*parts, strict=True):
+        u.baddbmm_(r, s, alpha=-1.0)
+        torch.baddbmm(torch.bmm(x, s), mix, u, out=o)
+        s.mul_(kept).baddbmm_(end, u)
+    return out.transpose(1, 2).flatten(0, 1)[:length].float(), s.transpose(-1, -2).float()
 
 
 @cache

@@ -145,10 +145,9 @@ class KdaLayer:
                 before = qkv.new_zeros(taps - 1, qkv.shape[1])
                 state = qkv.new_zeros(self.heads, self.size, self.size)
             mixed = short_conv_prompt(before, qkv[span], self.conv_weight).view(length, 3, self.heads, self.size)
-            q, k = l2_normalize(mixed[:, :2], self.qk_scale).permute(1, 2, 0, 3).unbind(0)
-            v, decay = mixed[:, 2].transpose(0, 1), g[span].view(length, self.heads, self.size).transpose(0, 1)
-            result, state = kda.chunked(q, k, v, decay, beta[span].t(), state, self.lower_bound is not None)
-            out[span] = result.transpose(0, 1)
+            q, k = l2_normalize(mixed[:, :2], self.qk_scale).unbind(1)
+            decay = g[span].view(length, self.heads, self.size)
+            out[span], state = kda.chunked(q, k, mixed[:, 2], decay, beta[span], state, self.lower_bound is not None)
             conv_pool[slot] = torch.cat([before, qkv[span][1 - taps :]])[1 - taps :]
             state_pool[slot] = state
         return out

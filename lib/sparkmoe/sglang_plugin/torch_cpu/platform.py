@@ -6,11 +6,15 @@ SGLang asks these questions before it builds anything. Everything not overridden
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+REQUESTS = 8
+STATES_PER_REQUEST = 8
 
 
 class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -41,6 +45,13 @@ class TorchCpuPlatform(CpuDeviceMixin, SRTPlatform):
 
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
         return torch.profiler.ProfilerActivity.CPU
+
+    def apply_server_args_defaults(self, server_args: Any) -> None:
+        """SGLang fills the free memory with recurrent states for the radix cache, gigabytes: keep it to some."""
+        if server_args.max_running_requests is None:
+            server_args.max_running_requests = REQUESTS
+        if server_args.max_mamba_cache_size is None:
+            server_args.max_mamba_cache_size = STATES_PER_REQUEST * server_args.max_running_requests
 
     def post_load_model(self, model: torch.nn.Module) -> None:
         from sparkmoe.sglang_plugin.torch_cpu.model import prepare
