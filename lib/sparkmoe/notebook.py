@@ -29,6 +29,7 @@ from sparkmoe.sample import Sample
 from sparkmoe.stats import Interval
 
 CHECKS_SCHEMA = "sparkmoe.checks/1"
+pd.set_option("display.max_colwidth", None)  # advice that ends in dots is none
 
 
 class ChecksFailed(SparkmoeError):
@@ -78,7 +79,7 @@ class Checks:
         return self.add("samples kept", measured.left_out <= total // 10, found, "at most one in ten spoiled", advice)
 
     def finish(self) -> pd.DataFrame:
-        """Write the checks to the run and return them as a table; shown before ChecksFailed is raised where one failed."""
+        """Write the checks to the run and return them as a table; it is shown before ChecksFailed where one failed."""
         from IPython.display import display
 
         failed = [check for check in self.checks if check.required and not check.ok]
@@ -163,7 +164,13 @@ def open_run(name: str, machine: Machine, **conditions: Any) -> Run:
 
 
 def show_figure(run: Run, name: str, figure: Any) -> Any:
-    """Keep a Plotly figure in the run (`figures/<name>.json`) and return it, so that the cell shows it."""
+    """Keep a Plotly figure in the run (`figures/<name>.json`) and return it, so that the cell shows it.
+
+    The cell's output carries Plotly's own script, so that an executed copy shows its figures without a network.
+    """
+    import plotly.io
+
+    plotly.io.renderers.default = "plotly_mimetype+notebook"
     write_atomic(run.folder("figures") / f"{name}.json", figure.to_json())
     return figure
 
