@@ -23,13 +23,16 @@ lab: $(READY)  ## open JupyterLab with the kernel ready
 	@$(BIN)/jupyter lab --ServerApp.root_dir=notebooks $(ARGS)
 
 test: $(READY)  ## lint, types and the whole test suite
-	@$(BIN)/ruff check lib tests notebooks
-	@$(BIN)/mypy
+	@$(MAKE) --no-print-directory lint
 	@$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
 
 lint: $(READY)  ## style and types only
 	@$(BIN)/ruff check lib tests notebooks
+	@$(BIN)/ruff format --check --quiet lib tests
 	@$(BIN)/mypy
+
+matrix: $(READY)  ## every head × draft × hot vocabulary on this machine, recorded in results/matrix.json
+	@$(BIN)/python -m pytest tests/test_matrix.py -m server $(ARGS)
 
 lock: $(READY)  ## resolve env/requirements.lock anew (x86-64 and aarch64, Python 3.11 and 3.12)
 	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header \
