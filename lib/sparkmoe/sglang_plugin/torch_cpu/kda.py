@@ -95,30 +95,37 @@ def chunked(
     if pad := -length % chunk:
         q, k, v, g = (F.pad(x, (0, 0, 0, 0, 0, pad)) for x in (q, k, v, g))
         beta = F.pad(beta, (0, 0, 0, pad))
-    q, k, v, g = (x.unflatten(0, (-1, chunk)).transpose(1, 2).contiguous() for x in (q, k, v, g))  # [n, G, C, *]
-    beta = beta.unflatten(0, (-1, chunk)).transpose(1, 2).unsqueeze(-1)
+    n, groups = q.shape[0] // chunk, q.shape[1]
+    q, k, v, g = (
+        x.view(n, chunk, groups, -1).transpose(1, 2).reshape(n * groups, chunk, -1) for x in (q, k, v, g)
+    )  # [n·G, C, *]
+    beta = beta.reshape(n, chunk, groups).transpose(1, 2).reshape(n * groups, chunk, 1)
     total = torch.matmul(_ones_below(chunk, g.dtype), g)  # cumsum over the chunk
-    centred = total - total[:, :, chunk // 2 : chunk // 2 + 1]
+    centred = total - total[:, chunk // 2 : chunk // 2 + 1]
     forward = centred.exp()
-    backward = centred.neg_().exp_().mul_(k).transpose(-1, -2)  # may overflow where s > t; tril drops those
-    mixing = torch.matmul(k * forward, backward).mul_(beta).tril_(-1)
-    attention = torch.matmul(forward.mul_(q), backward).tril_()
+    backward = centred.neg_().exp_().mul_(k).transpose(1, 2)  # may overflow where s > t; tril drops those
+    mixing = torch.bmm(k * forward, backward).mul_(beta).tril_(-1)
+    attention = torch.bmm(forward.mul_(q), backward).tril_()
     decay = total.exp()
     right = torch.cat([v, k * decay], -1).mul_(beta)
     solved = torch.linalg.solve_triangular(mixing, right, upper=False, unitriangular=True)
-    writes, reads = (x.contiguous() for x in solved.split([v.shape[-1], size], -1))
-    last = total[:, :, -1:]
-    at_end = (last - total).exp_().mul_(k).transpose(-1, -2)
-    keep = last.exp().transpose(-1, -2)  # [n, G, K, 1]
-    query = decay.mul_(q)
-    s = state.transpose(-1, -2).contiguous()  # [G, K, V]
-    out = torch.empty_like(writes)
-    parts = (t.unbind(0) for t in (writes, reads, query, attention, at_end, keep, out))
-    for u, r, x, mix, end, kept, o in zip(*parts, strict=True):
-        u.baddbmm_(r, s, alpha=-1.0)
-        torch.baddbmm(torch.bmm(x, s), mix, u, out=o)
-        s.mul_(kept).baddbmm_(end, u)
-    return out.transpose(1, 2).flatten(0, 1)[:length].float(), s.transpose(-1, -2).float()
+    writes, reads = (x.contiguous() for x in solved.split([v.shape[2], size], -1))
+    last = total[:, -1:]
+    at_end = (last - total).exp_().mul_(k).transpose(1, 2)
+    # A chunk takes the state S [K, V] to  S · e^L + at_end (writes − reads S)  =  step S + gain.
+    step = torch.bmm(at_end, reads).neg_()
+    step.diagonal(dim1=1, dim2=2).add_(last.exp().squeeze(1))
+    states = writes.new_empty(n + 1, groups, size, v.shape[2])
+    states[0] = state.transpose(1, 2)
+    torch.bmm(at_end, writes, out=states[1:].flatten(0, 1))
+    walk = states.unbind(0)
+    for before, after, a in zip(walk[:-1], walk[1:], step.split(groups), strict=True):
+        after.baddbmm_(a, before)
+    before = states[:n].flatten(0, 1)
+    writes.baddbmm_(reads, before, alpha=-1.0)
+    out = torch.bmm(decay.mul_(q), before).baddbmm_(attention, writes)
+    out = out.view(n, groups, chunk, -1).transpose(1, 2).flatten(0, 1)
+    return out[:length].float(), states[n].transpose(1, 2).float()
 
 
 @cache
