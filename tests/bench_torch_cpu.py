@@ -30,7 +30,7 @@ from sparkmoe.machine import Machine
 from sparkmoe.nano.random_checkpoint import make
 from sparkmoe.recipe import Recipe
 
-ALPHA = 0.75  # accept length of about 3 at K = 3
+ALPHA = 0.88  # accept length of about 3 at K = 3
 PORT = 31990
 ENTRY_POINTS = """[sglang.srt.platforms]
 torch_cpu_prototype = sglang_torch_cpu:activate
