@@ -44,5 +44,6 @@ def test_server_and_reference_are_one_model(engine: Engine) -> None:
     found = evaluate.agreement(model, served, draft_steps=3)
     assert found["argmax_agreement"] >= 0.999
     assert found["largest_logprob_difference"] <= 1e-3
+    assert found["accept_histograms_equal"] == 1
     without = evaluate.worth_of_limits(model, served)
     assert without["mean_logprob_change"] > 0.02

@@ -68,7 +68,13 @@ def accept_length(client: Client, prompts: Sequence[list[int]], max_new_tokens: 
 
 
 def generate(engine: Engine, prompt: list[int]) -> Served:
-    """A greedy reply, then the log-probabilities of prompt and reply in one prefill."""
+    """A greedy reply, then the log-probabilities of prompt and reply in one prefill.
+
+    The cache is flushed first. A prefix that two prompts share is kept once, with the first prompt's draft keys, and
+    the last of those depends on the token behind the prefix. SGLang's tree keys drafts by pairs of tokens for that
+    reason, but not where it keeps recurrent states (`unified_tree_core`): another prompt's drafts would differ there.
+    """
+    engine.client().flush_cache()
     meta = _post(engine, {"input_ids": prompt, "sampling_params": _greedy(MAX_NEW_TOKENS)})
     ids = prompt + meta["output_ids"]
     scored = _post(engine, {
