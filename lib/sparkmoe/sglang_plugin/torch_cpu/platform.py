@@ -5,6 +5,7 @@ SGLang asks these questions before it builds anything. Everything not overridden
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,10 @@ import torch
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
+
+# jsonschema compiles a grammar for internationalized addresses when it is imported: 2.7 s of a start, in each process
+# of a server, for a format that nobody asks for. Without that package it leaves the format unchecked.
+sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 
 REQUESTS = 8
 STATES_PER_REQUEST = 8
