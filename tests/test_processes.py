@@ -17,7 +17,7 @@ import pytest
 from lifetimes import until
 from sparkmoe import processes
 from sparkmoe.errors import MachineError
-from sparkmoe.processes import Identity, Record, end_all, end_group, group, loading_lock, records, servers
+from sparkmoe.processes import Identity, Record, end_all, end_group, group, loading_lock, new_api_key, records, servers
 
 # A tree of three: a leader, a child, and a grandchild whose parent has gone. "stubborn" ignores SIGTERM.
 TREE = textwrap.dedent(
@@ -207,3 +207,10 @@ def test_one_server_loads_at_a_time() -> None:
         with pytest.raises(subprocess.TimeoutExpired):
             child.wait(timeout=1.0)
     assert child.communicate(timeout=10)[0] == b"in\n"
+
+
+def test_an_api_key_is_never_taken_for_an_option() -> None:
+    """SGLang reads the key from a file and puts it on a command line, where "-x…" is an option: 1 start in 64 died."""
+    keys = {new_api_key() for _ in range(500)}
+    assert len(keys) == 500
+    assert all(len(key) == 48 and set(key) <= set("0123456789abcdef") for key in keys)

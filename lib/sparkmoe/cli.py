@@ -212,19 +212,17 @@ def run(
 
 
 def _print_command(recipe: Any, machine: str, model: Path | None, port: int | None, host: str) -> None:
-    import secrets
-
     from sparkmoe import checkpoint
     from sparkmoe.gates import free_port
     from sparkmoe.machine import Machine
+    from sparkmoe.processes import new_api_key
 
     where = Machine.named(machine)
     known = model or where.default_model
     folder = checkpoint.resolve(model, where) if known else Path(f"/path/to/{recipe.name}-model")
     seen = checkpoint.inspect(folder) if folder.exists() else None
     recipe.require(where, seen)
-    key = secrets.token_urlsafe(24)
-    typer.echo(recipe.shell(where, model=folder, port=port or free_port(host), host=host, api_key=key))
+    typer.echo(recipe.shell(where, model=folder, port=port or free_port(host), host=host, api_key=new_api_key()))
 
 
 def _table(findings: list[Finding]) -> None:

@@ -21,7 +21,6 @@ import json
 import logging
 import os
 import re
-import secrets
 import subprocess
 import sys
 import time
@@ -37,7 +36,7 @@ from sparkmoe import checkpoint as checkpoints
 from sparkmoe.errors import EngineError, MachineError
 from sparkmoe.gates import FLOOR_BYTES, check_memory, check_port, free_port, server_environment
 from sparkmoe.machine import GIB, Machine, available_bytes
-from sparkmoe.processes import Identity, Record, loading_lock, records, servers, write_private
+from sparkmoe.processes import Identity, Record, loading_lock, new_api_key, records, servers, write_private
 from sparkmoe.recipe import Recipe
 from sparkmoe.serverlog import STAGES, Progress, last_words, likely_cause, progress
 
@@ -222,7 +221,7 @@ class Engine:
         where: dict[str, Any] = {"model": self.model, "port": port, "host": self.host, "evidence": evidence}
         record = Record(
             fingerprint=fingerprint, recipe=asdict(self.recipe), profile=self.machine.profile, model=str(self.model),
-            host=self.host, port=port, api_key=secrets.token_urlsafe(24), log_path=str(log),
+            host=self.host, port=port, api_key=new_api_key(), log_path=str(log),
             evidence_path=str(evidence), argv=[], grace_s=self.machine.stop_grace_s,
             floor_bytes=FLOOR_BYTES[self.machine.profile],
         )  # fmt: skip

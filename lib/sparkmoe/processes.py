@@ -17,6 +17,7 @@ import fcntl
 import json
 import logging
 import os
+import secrets
 import shutil
 import signal
 import time
@@ -68,6 +69,11 @@ class Identity:
             return same and process.status() != psutil.STATUS_ZOMBIE
         except psutil.NoSuchProcess:
             return False
+
+
+def new_api_key() -> str:
+    """A random key of 192 bits, in hexadecimal: SGLang's parser takes a key that begins with "-" for an option."""
+    return secrets.token_hex(24)
 
 
 @dataclass
