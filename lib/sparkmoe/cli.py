@@ -80,7 +80,7 @@ def serve(
     from sparkmoe.engine import Engine
     from sparkmoe.notebooks_run import Interrupted, signals_raise
 
-    engine = Engine(chosen, machine, model, port=port, host=host)
+    engine = Engine(chosen, machine, model, port=port, host=host, grace_s=60.0)
     with signals_raise():
         try:
             with engine:

@@ -50,6 +50,9 @@ _POLL_S = 0.1
 class Engine:
     """One server for one recipe. `with` starts and ends it; attributes hold once it is started.
 
+    `grace_s` is the time between SIGTERM and SIGKILL (default: the machine profile's); one that serves others' requests
+    needs some to drain them.
+
     `url`, `api_key`, `pid` (of the server's process group), `log_path`, `evidence_path` (written by the plugin from
     inside the server), `checkpoint`, and `ready_s`, the seconds from launch to the first token.
     """
@@ -64,6 +67,7 @@ class Engine:
         host: str = "127.0.0.1",
         log_dir: Path | str | None = None,
         deadline_s: float | None = None,
+        grace_s: float | None = None,
         show: bool = True,
     ) -> None:
         self.recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
@@ -72,6 +76,7 @@ class Engine:
         self.model = checkpoints.resolve(model, self.machine)
         self.port, self.host = port, host
         self.deadline_s = deadline_s or self.machine.start_deadline_s
+        self.grace_s = self.machine.stop_grace_s if grace_s is None else grace_s
         self.show = show
         self.ready_s: float | None = None
         self._log_dir = Path(log_dir) if log_dir else None
@@ -222,7 +227,7 @@ class Engine:
         record = Record(
             fingerprint=fingerprint, recipe=asdict(self.recipe), profile=self.machine.profile, model=str(self.model),
             host=self.host, port=port, api_key=new_api_key(), log_path=str(log),
-            evidence_path=str(evidence), argv=[], grace_s=self.machine.stop_grace_s,
+            evidence_path=str(evidence), argv=[], grace_s=self.grace_s,
             floor_bytes=FLOOR_BYTES[self.machine.profile],
         )  # fmt: skip
         command = self.recipe.command(self.machine, **where, config=record.config_path)

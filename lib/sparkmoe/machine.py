@@ -41,9 +41,10 @@ _NOMINAL_GB_S = {
     "RTX 5090": 1792.0,
 }
 _PACKAGES = ("sparkmoe", "sglang", "torch", "triton", "transformers", "flashinfer-python", "humming-kernels")
-# Per profile: seconds until the first token, seconds between SIGTERM and SIGKILL, requests at once.
+# Per profile: seconds until the first token, seconds between SIGTERM and SIGKILL, requests at once. SGLang looks for
+# SIGTERM every 5 s, to drain requests and give a GPU's memory back; a measurement's own server on a CPU has neither.
 _START_DEADLINE_S = {"spark": 1500.0, "hopper": 900.0, "cpu": 300.0}
-_STOP_GRACE_S = {"spark": 60.0, "hopper": 60.0, "cpu": 12.0}
+_STOP_GRACE_S = {"spark": 60.0, "hopper": 60.0, "cpu": 0.5}
 _MAX_CONCURRENCY = {"spark": 8, "hopper": 32, "cpu": 8}
 _NO_GPU: dict[str, Any] = {
     "gpu_name": None,

@@ -1,7 +1,8 @@
 """What the CPU platform replaces in SGLang, and why; `sparkmoe doctor --sglang` lists it.
 
-Three groups: the bodies of the two models and the commit of their recurrent state (`model`), the Triton kernels of
-NEXTN's bookkeeping (`speculative`), and the sampling functions that SGLang leaves empty (`sampling`).
+Four groups: the bodies of the two models and the commit of their recurrent state (`model`), the Triton kernels of
+NEXTN's bookkeeping (`speculative`), the sampling functions that SGLang leaves empty (`sampling`), and how the server's
+processes are started (`forking`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ from typing import Any
 
 from sparkmoe.sglang_plugin import hooks
 from sparkmoe.sglang_plugin.hooks import Hook, Kind
-from sparkmoe.sglang_plugin.torch_cpu import model, sampling, speculative
+from sparkmoe.sglang_plugin.torch_cpu import forking, model, sampling, speculative
 
 _OPS = "sglang.kernels.ops."
 _SRT = "sglang.srt."
@@ -67,6 +68,13 @@ HOOKS: tuple[Hook, ...] = (
         _SRT + "models.bailing_moe_nextn.BailingMoeForCausalLMNextN.set_embed_and_head",
         speculative.set_embed_and_head,
         "it calls torch.cuda.synchronize()",
+    ),
+    Hook(
+        _SRT + "entrypoints.engine._set_envs_and_config",
+        forking.prefer_fork,
+        Kind.AFTER,
+        "every server process would import everything again",
+        ((_SRT + "entrypoints.engine._set_envs_and_config", "set_start_method"),),
     ),
     *(
         Hook(f"{module}.{name}", getattr(sampling, name), Kind.FILL, _NONE, relies)
