@@ -5,6 +5,8 @@ notebook collects `Check`s as it goes, and its last cell shows them, writes them
 `ChecksFailed` where one failed. The same table then turns up in `sparkmoe run`, in the report and in the gate.
 
 Data of one notebook is one run folder: inside the run under `sparkmoe run`, otherwise in `results/` of the checkout.
+`chapters` reads what lies there, for the report and the gate; so what they need has one place each, and the functions
+here put it there: checks and refusals (`Checks`), what was expected (`expect`), what servers cost (`Checks.prove`).
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pandas as pd
 
-from sparkmoe import stats
-from sparkmoe.errors import SparkmoeError
+from sparkmoe import engagement, stats
+from sparkmoe.errors import NotEngaged, SparkmoeError
 from sparkmoe.judge import spoiled_by
 from sparkmoe.machine import Machine
 from sparkmoe.notebooks_run import RUN_ENV
@@ -28,7 +30,11 @@ from sparkmoe.results import Run, by_boot, write_atomic
 from sparkmoe.sample import Sample
 from sparkmoe.stats import Interval
 
+if TYPE_CHECKING:
+    from sparkmoe.engine import Engine
+
 CHECKS_SCHEMA = "sparkmoe.checks/1"
+_RENDERER = "plotly_mimetype+notebook"
 pd.set_option("display.max_colwidth", None)  # advice that ends in dots is none
 
 
@@ -61,14 +67,45 @@ class Checks:
     def __init__(self, run: Run, name: str) -> None:
         self.run, self.name = run, name
         self.checks: list[Check] = []
+        self._not_shown: dict[str, str] = {}
 
     def add(
         self, what: str, ok: bool, found: object, expected: object, advice: str = "", *, required: bool = True
     ) -> bool:
-        """Note one check and return whether it holds. A repeated `what` (a cell run twice) replaces the earlier one."""
+        """Note one check, on disk too, and return whether it holds. A repeated `what` (a cell run twice) replaces the
+        earlier one."""
         check = Check(what, bool(ok), str(found), str(expected), "" if ok else advice, required)
         self.checks = [c for c in self.checks if c.what != what] + [check]
+        self._write(finished=False)
         return check.ok
+
+    def not_shown(self, what: str, why: str) -> str:
+        """Note what this machine or this run could not show, and return it as one line."""
+        self._not_shown[what] = why
+        self._write(finished=False)
+        return f"{what}: not shown here, {why}"
+
+    def prove(self, server: Engine, samples: Sequence[Sample] | None = None) -> None:
+        """The `check` of `bench`, or by itself: one check `<arm> is engaged`, and what the server costs.
+
+        `samples` are answers of this server; without them it is probed. Raises NotEngaged where a lever is not on,
+        with the checks so far shown, since nothing may be measured then.
+        """
+        from IPython.display import display
+
+        recipe, answers = server.recipe, engagement.probe(server.client()) if samples is None else samples
+        proofs = engagement.verify(recipe, engagement.read_evidence(server.evidence_path), answers)
+        missing = [proof for proof in proofs if proof.required and not proof.ok]
+        listed = "; ".join(f"{proof.name}: {proof.found}, expected {proof.expected}" for proof in missing)
+        found = listed or f"{len(proofs)} of {len(proofs)} proofs"
+        advice = f"usual cause: {missing[0].cause}" if missing else ""
+        self.add(f"{recipe.name} is engaged", not missing, found, "every lever of the recipe is on", advice)
+        known = self.run.manifest.get("servers", {})
+        facts = {"ready_s": server.ready_s, "memory_bytes": server.memory_bytes()}
+        self.run.update(servers=known | {recipe.name: [*known.get(recipe.name, []), facts]})
+        if missing:
+            display(self._table())
+            raise NotEngaged(f"recipe {recipe.name} is not engaged: {listed}. {advice.capitalize()}")
 
     def samples_kept(self, measured: Measured) -> bool:
         """At most one sample in ten was spoiled; says how many and why."""
@@ -85,19 +122,21 @@ class Checks:
         failed = [check for check in self.checks if check.required and not check.ok]
         if not self.checks:
             raise ChecksFailed(f"{self.name} made no check: run its cells from the top")
-        self.run.write_json(
-            "checks.json",
-            {"schema": CHECKS_SCHEMA, "notebook": self.name, "checks": [asdict(check) for check in self.checks]},
-        )
-        shown = pd.DataFrame(
-            [(c.state, c.what, c.found, c.expected, c.advice) for c in self.checks],
-            columns=["", "check", "found", "expected", "what to do"],
-        ).set_index("")
+        self._write(finished=True)
         if failed:
-            display(shown)
+            display(self._table())
             listed = "; ".join(f"{c.what}: found {c.found}, expected {c.expected}" for c in failed)
             raise ChecksFailed(f"{len(failed)} of {len(self.checks)} checks failed: {listed}")
-        return shown
+        return self._table()
+
+    def _write(self, *, finished: bool) -> None:
+        rows = [asdict(check) for check in self.checks]
+        content = {"schema": CHECKS_SCHEMA, "notebook": self.name, "finished": finished, "checks": rows}
+        self.run.write_json("checks.json", content | {"not_shown": self._not_shown})
+
+    def _table(self) -> pd.DataFrame:
+        rows = [(c.state, c.what, c.found, c.expected, c.advice) for c in self.checks]
+        return pd.DataFrame(rows, columns=["", "check", "found", "expected", "what to do"]).set_index("")
 
 
 class Measured:
@@ -160,18 +199,40 @@ def results_root() -> Path:
 def open_run(name: str, machine: Machine, **conditions: Any) -> Run:
     """A new run folder for one notebook, with its manifest. `conditions` go into the manifest (model, seeds, …)."""
     run_id = name if os.environ.get(RUN_ENV) else time.strftime(f"%Y%m%d-%H%M%S-{name}", time.gmtime())
-    return Run.create(results_root(), run_id=run_id, machine=machine, **conditions)
+    return Run.create(results_root(), run_id=run_id, notebook=name, machine=machine, **conditions)
+
+
+def open_part(run: Run, name: str, **conditions: Any) -> Run:
+    """A run folder inside a notebook's own, for each further bench: one run holds the arms of one bench."""
+    kept = {key: run.manifest[key] for key in ("machine", "seeds") if key in run.manifest}
+    return Run.create(run.path, run_id=name, notebook=run.manifest.get("notebook", run.id), **kept | conditions)
+
+
+def expect(
+    run: Run,
+    reference: str,
+    *,
+    ceiling_tok_s: Mapping[str, float] | None = None,
+    predicted_gain: Mapping[str, float] | None = None,
+) -> None:
+    """Write down what the arms of `run` are held against: the arm that the others are compared with, and by arm the
+    ceiling (tok/s) and the predicted TPOT of the reference ÷ TPOT of the arm."""
+    run.update(reference=reference, ceiling_tok_s=ceiling_tok_s or {}, predicted_gain=predicted_gain or {})
 
 
 def show_figure(run: Run, name: str, figure: Any) -> Any:
     """Keep a Plotly figure in the run (`figures/<name>.json`) and return it, so that the cell shows it.
 
-    The cell's output carries Plotly's own script, so that an executed copy shows its figures without a network.
+    The first one brings Plotly's own script along, so that an executed copy shows its figures without a network. To
+    name the renderer is what embeds those 5 MB, so it is named once.
     """
     import plotly.io
 
-    plotly.io.renderers.default = "plotly_mimetype+notebook"
+    if plotly.io.renderers.default != _RENDERER:
+        plotly.io.renderers.default = _RENDERER
     write_atomic(run.folder("figures") / f"{name}.json", figure.to_json())
+    if name not in (known := run.manifest.get("figures", [])):
+        run.update(figures=[*known, name])
     return figure
 
 
