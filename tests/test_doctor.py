@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from sparkmoe import doctor
-from sparkmoe.doctor import Finding, examine
+from sparkmoe import doctor, spark_facts
+from sparkmoe.doctor import examine
+from sparkmoe.findings import Finding
 from sparkmoe.machine import GIB, Machine
 
 
@@ -74,6 +75,19 @@ def test_a_spark_without_a_model_is_told_so(monkeypatch: pytest.MonkeyPatch, tmp
     assert "none found for a spark machine" in model.found
 
 
+def test_on_a_spark_its_own_checks_are_rows_of_the_table(
+    healthy: Machine, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    spark = replace(Machine.named("spark"), default_model=healthy.default_model)
+    away = by_name(examine(spark, results=tmp_path))["DGX Spark"]
+    assert (away.state, away.found.split(":")[0]) == ("ok", "not this machine")
+    monkeypatch.setattr(Machine, "detect", lambda: spark)
+    monkeypatch.setattr(spark_facts, "ask", lambda *words, timeout_s=0.0: f"{words[0]}: no answer in 15 s")
+    found = by_name(examine(spark, results=tmp_path))
+    assert found["driver answers"].state == "fail"
+    assert found["config"].state == "warn"  # the miniature is no Ling-3.0-flash
+
+
 def run(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
     argv = [sys.executable, "-c", "from sparkmoe.cli import main; main()", *words]
     return subprocess.run(argv, env=os.environ | environment, capture_output=True, text=True)
@@ -86,7 +100,7 @@ def test_the_command_ends_with_a_verdict(miniature: Path, tmp_path: Path) -> Non
     bad = run("doctor", "--machine", "cpu", "--results", str(tmp_path), SPARKMOE_MODEL=str(tmp_path))
     assert bad.returncode == 1
     assert json.loads(bad.stdout.splitlines()[-1])["failed"] == ["model"]
-    assert "a run would fail: model" in bad.stderr
+    assert "a run would fail: model: model folder" in bad.stderr
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -17,7 +17,7 @@ import typer
 from sparkmoe.errors import SparkmoeError
 
 if TYPE_CHECKING:
-    from sparkmoe.doctor import Finding
+    from sparkmoe.findings import Finding
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -50,13 +50,14 @@ def doctor(
 ) -> None:
     """What machine this is, what works, what is missing. Exit code 1 if a run would fail."""
     from sparkmoe.doctor import examine, examine_sglang
+    from sparkmoe.findings import verdict
     from sparkmoe.machine import Machine
 
     findings = examine(Machine.named(machine), results=results)
     findings += examine_sglang() if sglang else []
     _table(findings)
     failed = [f.what for f in findings if f.state == "fail"]
-    say("healthy" if not failed else f"a run would fail: {', '.join(failed)}")
+    say(verdict(findings))
     answer(ok=not failed, failed=failed, warned=[f.what for f in findings if f.state == "warn"])
     raise typer.Exit(1 if failed else 0)
 
@@ -160,6 +161,18 @@ def compare(
 
 
 @app.command()
+def report(
+    run: Annotated[str, typer.Argument(help="a run's folder or id")],
+    results: ResultsOption = Path("results"),
+) -> None:
+    """Write what a run found as one HTML file into its folder. `run` ends with it."""
+    from sparkmoe.report import report as write_report
+
+    path = write_report(run, root=results)
+    answer(report=str(path), bytes=path.stat().st_size)
+
+
+@app.command()
 def stop() -> None:
     """Stop every server that sparkmoe started here."""
     from sparkmoe.processes import end_all
@@ -182,6 +195,7 @@ def run(
     import time
 
     from sparkmoe import notebooks_run as runner
+    from sparkmoe.report import report as write_report
     from sparkmoe.results import Run
 
     chosen = runner.select(notebooks or [])
@@ -207,6 +221,11 @@ def run(
             raise typer.Exit(128 + interrupted.signum) from None
     summary = runner.as_json(store.path, done, time.monotonic() - begun)
     store.write_json("run.json", summary)
+    try:
+        summary["report"] = str(write_report(store))
+        say(f"report in {summary['report']}")
+    except SparkmoeError as error:
+        say(f"no report: {error}")
     answer(**summary)
     raise typer.Exit(0 if summary["ok"] else 1)
 

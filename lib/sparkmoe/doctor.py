@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
@@ -18,6 +17,7 @@ import psutil
 
 from sparkmoe import checkpoint as checkpoints
 from sparkmoe.errors import SparkmoeError
+from sparkmoe.findings import Finding
 from sparkmoe.gates import free_port, memory_need
 from sparkmoe.machine import GIB, Machine, available_bytes, home
 from sparkmoe.processes import records, servers
@@ -27,24 +27,28 @@ SGLANG = "0.5.23"
 _DISK_BYTES = 2 * GIB
 
 
-@dataclass(frozen=True)
-class Finding:
-    """One line of the table."""
-
-    what: str
-    state: Literal["ok", "warn", "fail"]
-    found: str
-    expected: str = ""
-    advice: str = ""
-
-
 def examine(machine: Machine, recipe: Recipe | None = None, *, results: Path = Path("results")) -> list[Finding]:
     """All findings about a machine, in the table's order. `recipe` (default: baseline) is what a run would start."""
     recipe = recipe or RECIPES["baseline"]
     findings = [_machine(machine), *_versions(machine), *_environment(os.environ, machine)]
     findings += [_writable("state", servers), _folder("results", results), _disk(home())]
     findings += [*_model(machine, recipe), *_servers(), _port(), *_shared_memory(Path("/dev/shm")), *_recipes(machine)]
-    return findings
+    return findings + (_spark(machine) if machine.profile == "spark" else [])
+
+
+def _spark(machine: Machine) -> list[Finding]:
+    """What is particular to a DGX Spark. Away from one (`--machine spark` on a laptop) there is nothing to ask."""
+    if Machine.detect().compute_capability != (12, 1):
+        return [Finding("DGX Spark", "ok", "not this machine: its driver, clocks and kernels were not looked at")]
+    from sparkmoe import preflight, spark_facts
+
+    try:
+        config = checkpoints.inspect(checkpoints.resolve(None, machine)).config
+    except SparkmoeError:
+        config = None
+    running = records()
+    mine = frozenset(p.pid for record in running for p in record.members())
+    return preflight.examine(spark_facts.collect(config, load=not running), mine=mine)
 
 
 def _machine(machine: Machine) -> Finding:
