@@ -68,7 +68,9 @@ def test_a_run_leaves_copies_logs_and_one_json_line(place: Path, environment: di
     assert json.loads((run / "run.json").read_text()) == summary
     assert "False 7 x" in text_of(run / "00_fine.ipynb").replace("['", "").replace("\\n']", "")
     assert (run / "01_fails.ipynb").is_file()
-    assert {p.name for p in run.iterdir()} == {"manifest.json", "run.json", "logs", "00_fine.ipynb", "01_fails.ipynb"}
+    left = {"manifest.json", "run.json", "report.html", "logs", "00_fine.ipynb", "01_fails.ipynb"}
+    assert {p.name for p in run.iterdir()} == left
+    assert summary["report"] == str(Path(summary["run"]) / "report.html")
     assert "2 notebooks (full), about" in done.stderr.splitlines()[0]
     assert "Traceback" not in done.stderr
     assert text_of(place / "notebooks" / "00_fine.ipynb") == ""

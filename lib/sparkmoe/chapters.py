@@ -17,9 +17,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from sparkmoe import stats
+from sparkmoe import gsm8k_run, stats
 from sparkmoe.errors import StoreError
+from sparkmoe.gsm8k_compare import Comparison, compare
+from sparkmoe.machine import Machine
 from sparkmoe.notebook import CHECKS_SCHEMA, Check
+from sparkmoe.recipe import Recipe
 from sparkmoe.results import Record, Run, by_boot
 from sparkmoe.results import arms as arms_of
 from sparkmoe.stats import Interval
@@ -223,8 +226,8 @@ def latest(root: Path | str) -> list[Chapter]:
 
 
 def ladder(found: Sequence[Chapter]) -> list[Arm]:
-    """The bench with most different sets of levers, the fastest arm of each, from slowest to fastest; [] if none was
-    timed. Of two equal ones the later notebook counts."""
+    """The bench with most different sets of levers: the reference, then the fastest arm of each, slowest first; [] if
+    none was timed. Of two equal benches the later notebook's counts."""
     best: dict[tuple[str, str, bool], Arm] = {}
     for chapter in found:
         for bench in chapter.benches:
@@ -233,4 +236,33 @@ def ladder(found: Sequence[Chapter]) -> list[Arm]:
                 if arm.levers not in rungs or arm.tpot_ms.estimate < rungs[arm.levers].tpot_ms.estimate:
                     rungs[arm.levers] = arm
             best = rungs if len(rungs) >= len(best) else best
-    return sorted(best.values(), key=lambda arm: -arm.tpot_ms.estimate)
+    return sorted(best.values(), key=lambda arm: (arm.name != arm.reference, -arm.tpot_ms.estimate))
+
+
+def nearest(found: Sequence[Chapter], recipe: Recipe, machine: Machine) -> Arm | None:
+    """The timed arm with the levers of `recipe`, or with those of the nearest one that `machine` can run; of the
+    ladder's bench if it is there, else of the last notebook that has one."""
+    wanted = recipe.nearest(machine)
+    levers = (wanted.moe, wanted.head, bool(wanted.draft_steps))
+    arms = [arm for chapter in found for arm in chapter.arms() if arm.levers == levers]
+    return next((arm for arm in ladder(found) if arm.levers == levers), arms[-1] if arms else None)
+
+
+def keep(found: Sequence[Chapter]) -> Arm | None:
+    """The arm to put into production: the fastest one whose gain is told apart from none, else the reference."""
+    rungs = ladder(found)
+    faster = [arm for arm in rungs if arm.gain and arm.gain.estimate > 1 and arm.gain.excludes(1)]
+    plain = [arm for arm in rungs if arm.gain is None]
+    return min(faster or plain or rungs, key=lambda arm: arm.tpot_ms.estimate, default=None)
+
+
+def verdicts(found: Sequence[Chapter]) -> list[tuple[Chapter, str, str, Comparison]]:
+    """(chapter, base arm, new arm, comparison) of every graded bench with two arms on shared problems."""
+    made = []
+    for chapter in found:
+        for bench in chapter.benches:
+            if len(arms := bench.graded) > 1:
+                base = bench.reference if bench.reference in arms else arms[0]
+                answers = {arm: gsm8k_run.read(bench.run, arm) for arm in arms}
+                made += [(chapter, base, arm, compare(answers[base], answers[arm])) for arm in arms if arm != base]
+    return made

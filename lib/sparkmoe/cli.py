@@ -219,13 +219,14 @@ def run(
             runner.forget(store.path, done)
             say(f"interrupted ({interrupted}); kernels and servers are stopped")
             raise typer.Exit(128 + interrupted.signum) from None
-    summary = runner.as_json(store.path, done, time.monotonic() - begun)
-    store.write_json("run.json", summary)
+    summary = runner.as_json(store.path, done, time.monotonic() - begun) | {"report": None}
+    store.write_json("run.json", summary)  # the report reads it
     try:
         summary["report"] = str(write_report(store))
         say(f"report in {summary['report']}")
     except SparkmoeError as error:
         say(f"no report: {error}")
+    store.write_json("run.json", summary)
     answer(**summary)
     raise typer.Exit(0 if summary["ok"] else 1)
 
