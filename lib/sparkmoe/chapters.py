@@ -160,9 +160,10 @@ class Chapter:
     def figures(self) -> dict[str, dict[str, Any]]:
         """Plotly figures as JSON, in the order in which the notebook showed them; those of its parts behind them."""
         found: dict[str, dict[str, Any]] = {}
-        for run in [self.run, *(bench.run for bench in self.benches if bench.name)]:
-            for name in run.manifest.get("figures", []):
-                found[name] = json.loads((run.path / "figures" / f"{name}.json").read_text())
+        parts = [(bench.run.path, bench.run.manifest) for bench in self.benches if bench.name]
+        for path, manifest in [(self.run.path, self.manifest), *parts]:
+            for name in manifest.get("figures", []):
+                found[name] = json.loads((path / "figures" / f"{name}.json").read_text())
         return found
 
     def arms(self) -> list[Arm]:
