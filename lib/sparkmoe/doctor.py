@@ -18,7 +18,7 @@ import psutil
 from sparkmoe import checkpoint as checkpoints
 from sparkmoe.errors import SparkmoeError
 from sparkmoe.findings import Finding
-from sparkmoe.gates import free_port, memory_need
+from sparkmoe.gates import free_port, memory_need, propose_fraction
 from sparkmoe.machine import GIB, Machine, available_bytes, home
 from sparkmoe.processes import records, servers
 from sparkmoe.recipe import RECIPES, Recipe
@@ -128,9 +128,10 @@ def _model(machine: Machine, recipe: Recipe) -> Iterator[Finding]:
     need, available = sum(memory_need(recipe, machine, seen).values()), available_bytes()
     enough = need <= available
     advice = "" if enough else "close programs, or `sparkmoe stop`"
-    yield Finding(
-        "memory", "ok" if enough else "fail", f"{available / GIB:.1f} GiB available", f"{need / GIB:.1f} GiB", advice
-    )
+    found = f"{available / GIB:.1f} GiB available"
+    if machine.unified_memory and (fraction := propose_fraction(recipe, machine, seen, available)):
+        found += f", mem_fraction {fraction} proposed"
+    yield Finding("memory", "ok" if enough else "fail", found, f"{need / GIB:.1f} GiB", advice)
 
 
 def _servers() -> Iterator[Finding]:

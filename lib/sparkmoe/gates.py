@@ -8,6 +8,7 @@ environment can be judged in milliseconds, so they are, and a refusal shows its 
 from __future__ import annotations
 
 import logging
+import math
 import socket
 from collections.abc import Mapping
 
@@ -19,11 +20,14 @@ from sparkmoe.hot_vocab import draft_copy_bytes, load
 from sparkmoe.machine import GIB, Machine, available_bytes
 from sparkmoe.processes import Record
 from sparkmoe.recipe import Recipe
+from sparkmoe.shapes import describe
 
 logger = logging.getLogger(__name__)
 # What a server costs beside its weights and pools: interpreters, PyTorch, CUDA context, graphs.
 _OVERHEAD_BYTES = {"spark": 8 * GIB, "hopper": 10 * GIB, "cpu": int(3.2 * GIB)}
 FLOOR_BYTES = {"spark": 4 * GIB, "hopper": 2 * GIB, "cpu": GIB // 4}
+# On a GB10: what SGLang may take of the pool by default, and from where on owners had to pull the plug.
+SAFE_FRACTION, WEDGE_FRACTION = 0.68, 0.75
 
 
 def server_environment(inherited: Mapping[str, str]) -> dict[str, str]:
@@ -45,19 +49,23 @@ def server_environment(inherited: Mapping[str, str]) -> dict[str, str]:
 def memory_need(recipe: Recipe, machine: Machine, seen: Checkpoint) -> dict[str, int]:
     """Bytes of host memory that a start needs, by purpose; the sum is compared with MemAvailable.
 
-    On unified memory SGLang takes its fraction of the whole pool for weights and caches; a discrete GPU holds both, and
-    the host only what streams through it; on a CPU the weights are held in float32.
+    On unified memory SGLang takes its fraction of what is available when it starts, for weights and caches: so much
+    must be available that the fraction holds the weights and a tenth of the caches, and the rest everything else. A
+    discrete GPU holds both, and the host only what streams through it; on a CPU the weights are held in float32.
     """
     parts = {"server processes": _OVERHEAD_BYTES[machine.profile], "floor": FLOOR_BYTES[machine.profile]}
-    if machine.unified_memory and (own := _draft_head_bytes(recipe, seen)):
-        parts["the draft's own head"] = own
     if machine.profile == "cpu":
         floats = sum(size for dtype, size in seen.bytes_by_dtype.items() if dtype in ("BF16", "F16"))
         return {"weights in float32": seen.weight_bytes + floats} | parts
-    if machine.unified_memory:
-        pool = int((recipe.mem_fraction or 0.68) * machine.mem_total_bytes)
-        return {"weights and KV cache": max(pool, seen.weight_bytes)} | parts
-    return parts
+    if not machine.unified_memory:
+        return parts
+    if own := _draft_head_bytes(recipe, seen):
+        parts["the draft's own head"] = own
+    need = pool_need(recipe, machine, seen)
+    pool = {"weights": need.pop("weights"), "a tenth of the KV cache and states": sum(need.values()) // 10}
+    fraction = recipe.mem_fraction or SAFE_FRACTION
+    left = math.ceil(sum(pool.values()) * (1 - fraction) / fraction) - sum(parts.values())
+    return pool | parts | ({f"left alone by mem_fraction {fraction}": left} if left > 0 else {})
 
 
 def _draft_head_bytes(recipe: Recipe, seen: Checkpoint) -> int:
@@ -67,14 +75,46 @@ def _draft_head_bytes(recipe: Recipe, seen: Checkpoint) -> int:
     return draft_copy_bytes(**sizes, head=recipe.head, draft_head=recipe.draft_head, hot=hot)
 
 
+def pool_need(recipe: Recipe, machine: Machine, seen: Checkpoint) -> dict[str, int]:
+    """Bytes of SGLang's static pool, by purpose: the weights, and caches that let every admitted request grow to the
+    whole context. A draft keeps a recurrent state for each token of a verify step besides the request's own."""
+    shape, _ = describe(seen.config)
+    requests = recipe.max_running_requests or machine.max_concurrency
+    tokens = recipe.max_total_tokens or requests * (recipe.context_length or seen.context_length or 32_768)
+    kinds = shape.kinds if recipe.draft_steps else shape.kinds[: shape.layers]
+    width = 1 if recipe.kv_cache_dtype.startswith("fp8") else 2
+    states = requests * (recipe.draft_steps + 2 if recipe.draft_steps else 1)
+    return {
+        "weights": seen.weight_bytes,
+        "KV cache": tokens * width * shape.cache_values * (len(kinds) - kinds.count("kda")),
+        "recurrent states": states * kinds.count("kda") * (4 * shape.state_values + 2 * shape.conv_values),
+    }
+
+
+def propose_fraction(recipe: Recipe, machine: Machine, seen: Checkpoint, available: int) -> float | None:
+    """`mem_fraction` for one pool of memory of which `available` bytes are free: what `pool_need` asks for, at most
+    0.68. None where even that is too little (see `memory_need`)."""
+    safest = recipe.with_(mem_fraction=SAFE_FRACTION)
+    if sum(memory_need(safest, machine, seen).values()) > available:
+        return None
+    return min(SAFE_FRACTION, math.ceil(100 * sum(pool_need(recipe, machine, seen).values()) / available) / 100)
+
+
 def check_memory(recipe: Recipe, machine: Machine, seen: Checkpoint, running: list[Record]) -> None:
     """Raise MachineError, with the sum, where MemAvailable or the GPU's memory is too small for a start."""
+    if machine.unified_memory and (recipe.mem_fraction or 0) >= WEDGE_FRACTION:
+        raise MachineError(
+            f"recipe {recipe.name} asks for mem_fraction={recipe.mem_fraction}: at {WEDGE_FRACTION} and more a GB10's "
+            f"driver can wedge until the plug is pulled; {SAFE_FRACTION} is safe (extra_args passes what you insist on)"
+        )
     need = memory_need(recipe, machine, seen)
     available = available_bytes()
     if sum(need.values()) > available:
         terms = " + ".join(f"{name} {size / GIB:.1f}" for name, size in need.items())
         names = ", ".join(f"{r.recipe['name']} on port {r.port}" for r in running)
         hint = f"; running now: {names} (`sparkmoe stop` ends it)" if running else ""
+        if machine.unified_memory and (fraction := propose_fraction(recipe, machine, seen, available)):
+            hint += f"; it would fit with mem_fraction={fraction}"
         raise MachineError(
             f"not enough memory for recipe {recipe.name}: {sum(need.values()) / GIB:.1f} GiB needed ({terms}), "
             f"{available / GIB:.1f} GiB available{hint}"

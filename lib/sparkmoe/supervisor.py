@@ -12,6 +12,7 @@ the server (PR_SET_PDEATHSIG), and whoever looks at the records next cleans up t
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import signal
@@ -19,6 +20,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import IO
 
 from sparkmoe.machine import available_bytes
 from sparkmoe.processes import Identity, Record, end_group
@@ -50,13 +52,19 @@ def supervise(record: Record) -> int:
         _publish(record, child.pid)
         reason, grace_s = _watch(record, child)
         if reason:
-            log.write(f"\nsparkmoe: stopped: {reason}\n".encode())
+            _note(log, f"\nsparkmoe: stopped: {reason}\n")
         end_group(child.pid, grace_s=grace_s if child.returncode is None else 0.0)
         status = child.wait()
         _reap()
         ended = f"sparkmoe: server ended, exit code {status} after {time.time() - record.started_at:.0f} s\n"
-        log.write(ended.encode())
+        _note(log, ended)
     return status if status >= 0 else 128 - status
+
+
+def _note(log: IO[bytes], text: str) -> None:
+    """On a full disk the server must end all the same."""
+    with contextlib.suppress(OSError):
+        log.write(text.encode())
 
 
 def _publish(record: Record, pid: int) -> None:
