@@ -11,6 +11,7 @@ never divided by each other, which is also why the ladder comes from the one ben
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,11 +22,17 @@ from sparkmoe import gsm8k_run, stats
 from sparkmoe.errors import StoreError
 from sparkmoe.gsm8k_compare import Comparison, compare
 from sparkmoe.machine import Machine
-from sparkmoe.notebook import CHECKS_SCHEMA, Check
+from sparkmoe.notebook import CHECKS_SCHEMA, Check, results_root
+from sparkmoe.notebooks_run import RUN_ENV
 from sparkmoe.recipe import Recipe
 from sparkmoe.results import Record, Run, by_boot
 from sparkmoe.results import arms as arms_of
 from sparkmoe.stats import Interval
+
+STORY = (
+    "00_preflight", "01_profile_decode", "02_baseline", "03_humming_moe", "04_fp8_lm_head", "05_mtp_nextn", "06_gsm8k",
+    "07_beyond", "08_report",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,7 +74,9 @@ class Bench:
 
     @property
     def arms(self) -> list[str]:
-        return arms_of(self.records)
+        """In the order of the bench's plan; a bench measures them in turns."""
+        measured, planned = arms_of(self.records), self.run.manifest.get("plan", {}).get("arms", {})
+        return sorted(measured, key=[*planned, *measured].index)
 
     @property
     def graded(self) -> list[str]:
@@ -212,6 +221,14 @@ def chapters(run: Run | Path | str, *, root: Path | str = "results") -> list[Cha
     if not names:
         raise StoreError(f"The run {opened.path} holds no notebook's data: nothing was executed, or it was moved.")
     return [Chapter(Run(opened.path / name), by_name.get(name)) for name in names]
+
+
+def story(run: str = "") -> list[Chapter]:
+    """What the last notebook reports on: a run by folder or id; without one the run that it is part of, or of every
+    notebook the latest data. Its own chapter is left out. StoreError for a run that is not there."""
+    inside = os.environ.get(RUN_ENV)
+    found = chapters(run or str(inside), root=results_root()) if run or inside else latest(results_root())
+    return [chapter for chapter in found if chapter.name != STORY[-1]]
 
 
 def latest(root: Path | str) -> list[Chapter]:

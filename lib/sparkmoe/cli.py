@@ -70,28 +70,36 @@ def serve(
     machine: MachineOption = "auto",
     port: Annotated[int | None, typer.Option(help="default: a free one")] = None,
     host: Annotated[str, typer.Option(help="0.0.0.0 opens the server to the network")] = "127.0.0.1",
+    keep: Annotated[bool, typer.Option("--keep", help="for weeks: restart what dies or hangs, with metrics")] = False,
+    key_file: Annotated[Path | None, typer.Option(help="file with the API key; made if missing")] = None,
+    mem_fraction: Annotated[float | None, typer.Option(help="share of available memory; on a Spark 0.68")] = None,
+    drain_s: Annotated[float, typer.Option(help="seconds that running requests get when the server ends")] = 60.0,
+    patience_s: Annotated[float, typer.Option(help="with --keep: seconds without a token before a restart")] = 300.0,
 ) -> None:
     """Serve a recipe in the foreground until Ctrl-C or SIGTERM. Notebooks attach to it."""
     from sparkmoe.recipe import Recipe
 
     chosen = Recipe.named(recipe)
+    chosen = chosen.with_(name=recipe, metrics=keep, mem_fraction=mem_fraction or chosen.mem_fraction)
     if show:
         _print_command(chosen, machine, model, port, host)
         return
-    from sparkmoe.engine import Engine
+    from sparkmoe import keeper
     from sparkmoe.notebooks_run import Interrupted, signals_raise
 
-    engine = Engine(chosen, machine, model, port=port, host=host, grace_s=60.0)
+    def ready(engine: Any) -> None:
+        say(f"{chosen.name} answers at {engine.url} after {engine.ready_s:.1f} s; Ctrl-C ends it")
+        say(f"log {engine.log_path}; API key in {key_file or engine.record.path}")
+        answer(url=engine.url, recipe=chosen.name, pid=engine.pid, log=str(engine.log_path), ready_s=engine.ready_s)
+        sys.stdout.flush()
+
+    key = keeper.api_key(key_file) if key_file else None
+    served: dict[str, Any] = {"port": port, "host": host, "grace_s": drain_s, "api_key": key}
     with signals_raise():
         try:
-            with engine:
-                say(f"{chosen.name} answers at {engine.url} after {engine.ready_s:.1f} s; Ctrl-C ends it")
-                say(f"log {engine.log_path}; API key in {engine.record.path}")
-                answer(
-                    url=engine.url, recipe=chosen.name, pid=engine.pid, log=str(engine.log_path), ready_s=engine.ready_s
-                )
-                sys.stdout.flush()
-                engine.wait()
+            if keep:
+                keeper.keep(chosen, machine, model, say, ready, patience_s=patience_s, **served)
+            keeper.once(chosen, machine, model, ready, **served)
         except Interrupted as signal:
             raise typer.Exit(0 if signal.args[0] in ("SIGINT", "SIGTERM") else 1) from None
 
@@ -170,6 +178,33 @@ def report(
 
     path = write_report(run, root=results)
     answer(report=str(path), bytes=path.stat().st_size)
+
+
+@app.command()
+def gate(
+    run: Annotated[str, typer.Argument(help="a run's folder or id")],
+    baseline: Annotated[str, typer.Option("--baseline", help="a baseline file, or a run's folder or id")],
+    thresholds: Annotated[
+        Path | None, typer.Option("--thresholds", help="a TOML file; default: the shipped one")
+    ] = None,
+    update: Annotated[bool, typer.Option("--update", help="make RUN the baseline: writes the file")] = False,
+    results: ResultsOption = Path("results"),
+) -> None:
+    """Did anything get worse than in the baseline? gate.md and gate.xml go into the run's folder. Exit code 1 if so."""
+    from sparkmoe import baseline as baselines
+    from sparkmoe import gate as gates
+    from sparkmoe.results import Run
+
+    store = Run.open(run, root=results)
+    if update:
+        made = baselines.update(store, baseline)
+        answer(baseline=baseline, run=made["run"], notebooks=list(made["notebooks"]))
+        return
+    outcome = gates.gate(store, baselines.load(baseline, root=results), gates.thresholds(thresholds))
+    gates.write(outcome, store)
+    typer.echo(outcome.markdown())
+    answer(**outcome.as_dict())
+    raise typer.Exit(0 if outcome.ok else 1)
 
 
 @app.command()

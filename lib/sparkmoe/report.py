@@ -11,19 +11,21 @@ from __future__ import annotations
 import base64
 import gzip
 import json
+import os
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from sparkmoe import gsm8k_compare, plots, recorded
-from sparkmoe.chapters import Arm, Chapter, chapters, keep, ladder, nearest, verdicts
+from sparkmoe.chapters import STORY, Arm, Chapter, chapters, keep, ladder, nearest, verdicts
 from sparkmoe.errors import DataError
 from sparkmoe.gsm8k_compare import Comparison
 from sparkmoe.machine import Machine
-from sparkmoe.notebooks_run import MINUTES
+from sparkmoe.notebooks_run import RUN_ENV
 from sparkmoe.recipe import RECIPES, Recipe
 from sparkmoe.results import Run, jsonable, write_atomic
+from sparkmoe.stats import difference, non_inferiority
 
 RUNGS = ("baseline", "humming", "humming_fp8", "all_three")
 NAME = "report.html"
@@ -41,8 +43,6 @@ def write(found: Sequence[Chapter], path: Path, run: Run) -> Path:
     from jinja2 import Environment, PackageLoader
     from plotly.offline import get_plotlyjs
 
-    if not found:
-        raise DataError("there is nothing to report: no notebook has left data here; `make run` executes them")
     templates = Environment(loader=PackageLoader("sparkmoe"), autoescape=True, trim_blocks=True, lstrip_blocks=True)
     figures: dict[str, Any] = {}
     if ladder(found):
@@ -54,9 +54,10 @@ def write(found: Sequence[Chapter], path: Path, run: Run) -> Path:
         created=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(float(run.manifest["created_unix_s"]))),
         chapters=found,
         red=[(chapter, check) for chapter in found for check in chapter.failed],
-        broken=[chapter for chapter in found if not chapter.ok and not chapter.failed and chapter.name != "08_report"],
+        broken=[chapter for chapter in found if not chapter.ok and not chapter.failed and chapter.name != STORY[-1]],
         published=beside_published(found),
         source=recorded.load("spark-published").line(),
+        accuracy=accuracy(found),
         graded=[(*found_one, flips(found_one[3])) for found_one in verdicts(found)],
         keep=keep(found),
         serve=serve_command(found),
@@ -90,7 +91,8 @@ def beside_published(found: Sequence[Chapter]) -> list[dict[str, str]]:
         row = {"rung": name, "published ms": f"{there['tpot_ms']:.2f}", "gain": f"{base / there['tpot_ms']:.2f} ×"}
         arm = nearest(found, recipe, machine) if same or recipe.head == "fp8" else None
         if arm is None:
-            why = machine.why_not(recipe.moe) or "not measured in this run"
+            missing = f"{recipe.nearest(machine).name}: not measured in this run"
+            why = (None if recipe.head == "fp8" else machine.why_not(recipe.moe)) or missing
             rows.append(row | {"here": why, "here ms": "–", "gain here": "–", "accept length": "–"})
             continue
         gain = f"{arm.gain.text()} × {arm.reference}" if arm.gain else "the reference"
@@ -99,6 +101,33 @@ def beside_published(found: Sequence[Chapter]) -> list[dict[str, str]]:
         here = f"{arm.name} in {arm.chapter}" + ("" if same else f", without {recipe.moe}")
         rows.append(row | {"here": here, "here ms": arm.tpot_ms.text(), "gain here": gain, "accept length": length})
     return rows
+
+
+def accuracy(found: Sequence[Chapter]) -> list[dict[str, str]]:
+    """Each graded pair of arms as a row, and the published pair below; [] where none was graded."""
+    rows = []
+    for chapter, base, new, seen in verdicts(found):
+        rows.append(_accuracy(f"{new} against {base}, {chapter.name}", gsm8k_compare.totals(seen)))
+    return [*rows, _accuracy("published: all three against baseline", gsm8k_compare.PUBLISHED)] if rows else []
+
+
+def _accuracy(what: str, seen: gsm8k_compare.Totals) -> dict[str, str]:
+    table = seen.table
+    proven = non_inferiority(table, gsm8k_compare.MARGIN)
+    return {
+        "pair": what,
+        "right": f"{table.both + table.only_new} and {table.both + table.only_base} of {table.n}",
+        "difference (points)": difference(table).text(2, 100),
+        "a loss of a point": f"{'ruled out' if proven.shown else 'not ruled out'} (p = {proven.p_value:.2g})",
+        "decode rate": f"{seen.rate_gain:.2f} ×",
+        "tokens": f"{seen.length_ratio:.3f} ×",
+        "decode time": f"{seen.time_gain:.2f} × less",
+    }
+
+
+def place(run: Run) -> Path:
+    """Where a notebook's report belongs: into the run it is part of, or into its own folder."""
+    return (run.path.parent if os.environ.get(RUN_ENV) else run.path) / NAME
 
 
 def machine_of(found: Sequence[Chapter]) -> Machine:
@@ -131,7 +160,7 @@ def command(found: Sequence[Chapter], arm: Arm) -> str:
 def not_shown(found: Sequence[Chapter]) -> dict[str, str]:
     """What this run does not show, and why: missing notebooks, what the machine cannot run, single boots."""
     here = {chapter.name for chapter in found}
-    gone = {name: "this notebook left no data here" for name in MINUTES if name not in here and name != "08_report"}
+    gone = {name: "this notebook left no data here" for name in STORY[:-1] if name not in here}
     gone |= {what: why for chapter in found for what, why in chapter.not_shown.items()}
     if single := sorted({arm.chapter for chapter in found for arm in chapter.arms() if arm.boots == 1}):
         gone["other boots"] = f"one boot an arm in {', '.join(single)}: intervals cover requests to that boot only"
@@ -142,7 +171,7 @@ def not_shown(found: Sequence[Chapter]) -> dict[str, str]:
 
 def conditions(found: Sequence[Chapter]) -> dict[str, str]:
     """Machine, model, versions and commit, from the first notebook that measured."""
-    seen = next((c.manifest for c in found if c.benches), found[0].manifest)
+    seen = next((c.manifest for c in found if c.benches), found[0].manifest if found else {})
     if not seen:
         return {}
     source, packages = seen.get("source") or {}, seen.get("packages", {})
