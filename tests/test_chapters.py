@@ -9,7 +9,7 @@ import pytest
 
 import synthetic_run
 from sparkmoe import notebook, recorded
-from sparkmoe.chapters import chapters, ladder, latest
+from sparkmoe.chapters import chapters, ladder, latest, story
 from sparkmoe.errors import DataError, NotEngaged, StoreError
 from sparkmoe.gsm8k_compare import PUBLISHED
 from sparkmoe.recipe import Recipe
@@ -59,6 +59,17 @@ def test_the_latest_of_every_notebook_alone_or_in_a_run(tmp_path: Path) -> None:
     checks.finish()
     assert [c.run.path.name for c in latest(tmp_path)] == ["alone-02", "05_mtp_nextn", "06_gsm8k"]
     assert [c.name for c in chapters(alone)] == ["02_baseline"]
+
+
+def test_the_last_notebook_tells_of_its_run_or_of_the_latest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synthetic_run.make(tmp_path, "older")
+    inside = Run.create(tmp_path, run_id="now")
+    Run.create(inside.path, run_id="08_report", notebook="08_report")
+    monkeypatch.setenv("SPARKMOE_RUN", str(inside.path))
+    assert {c.run.path.parent.name for c in story()} == {"older"}, "this run has nothing else"
+    Run.create(inside.path, run_id="02_baseline", notebook="02_baseline")
+    assert [(c.run.path.parent.name, c.name) for c in story()] == [("now", "02_baseline")]
+    assert len(story("older")) == 3
 
 
 def test_a_part_is_a_bench_of_its_own(tmp_path: Path) -> None:

@@ -224,11 +224,13 @@ def chapters(run: Run | Path | str, *, root: Path | str = "results") -> list[Cha
 
 
 def story(run: str = "") -> list[Chapter]:
-    """What the last notebook reports on: a run by folder or id; without one the run that it is part of, or of every
-    notebook the latest data. Its own chapter is left out. StoreError for a run that is not there."""
-    inside = os.environ.get(RUN_ENV)
-    found = chapters(run or str(inside), root=results_root()) if run or inside else latest(results_root())
-    return [chapter for chapter in found if chapter.name != STORY[-1]]
+    """What the last notebook reports on: a run by folder or id; without one the other notebooks of the run it is part
+    of; without any the latest data of every notebook. Its own chapter is left out. StoreError for a missing run."""
+    inside, root = os.environ.get(RUN_ENV), results_root()
+    root = root.parent if inside else root
+    given = run or inside
+    others = [c for c in chapters(given, root=root) if c.name != STORY[-1]] if given else []
+    return others or [c for c in latest(root) if c.name != STORY[-1]]
 
 
 def latest(root: Path | str) -> list[Chapter]:

@@ -35,7 +35,10 @@ _LONG = ("text", "reasoning", "token_ids", "logprobs", "log", "question", "chunk
 def report(run: Run | Path | str, *, root: Path | str = "results") -> Path:
     """Write `report.html` into a run's folder and return its path. StoreError where there is no such run."""
     opened = run if isinstance(run, Run) else Run.open(run, root=root)
-    return write(chapters(opened), opened.path / NAME, opened)
+    found, path = chapters(opened), opened.path / NAME
+    if [chapter.name for chapter in found] == [STORY[-1]] and path.exists():
+        return path  # the last notebook alone has written it, on other runs' data
+    return write(found, path, opened)
 
 
 def write(found: Sequence[Chapter], path: Path, run: Run) -> Path:
@@ -58,6 +61,7 @@ def write(found: Sequence[Chapter], path: Path, run: Run) -> Path:
         published=beside_published(found),
         source=recorded.load("spark-published").line(),
         accuracy=accuracy(found),
+        arms={chapter.name: arm_rows([chapter]) for chapter in found},
         graded=[(*found_one, flips(found_one[3])) for found_one in verdicts(found)],
         keep=keep(found),
         serve=serve_command(found),
@@ -79,6 +83,26 @@ def ladder_figure(found: Sequence[Chapter]) -> Any:
     ceilings = {arm.name: arm.ceiling_tok_s for arm in rungs if arm.ceiling_tok_s}
     title = f"Decoding speed, measured side by side in {rungs[0].chapter}"
     return plots.ladder({arm.name: arm.tok_s for arm in rungs}, ceilings, title=title)
+
+
+def arm_rows(found: Sequence[Chapter]) -> list[dict[str, str]]:
+    """Every timed arm: time and rate with intervals, its gain over the reference, what was predicted, the ceiling."""
+    return [
+        {
+            "arm": arm.name,
+            "measured in": " ".join(filter(None, (arm.chapter, arm.bench))),
+            "TPOT (ms)": arm.tpot_ms.text(),
+            "tok/s": arm.tok_s.text(1),
+            "of ceiling": f"{arm.tok_s.estimate / arm.ceiling_tok_s:.1%}" if arm.ceiling_tok_s else "–",
+            "gain": f"{arm.gain.text()} ×" if arm.gain else "reference",
+            "predicted": f"{arm.predicted_gain:.2f} ×" if arm.predicted_gain else "–",
+            "accept length": f"{arm.accept_length:.2f}" if arm.accept_length else "–",
+            "samples": f"{arm.samples} in {arm.boots} boot{'s' if arm.boots > 1 else ''}"
+            + (f", {arm.spoiled} spoiled" if arm.spoiled else ""),
+        }
+        for chapter in found
+        for arm in chapter.arms()
+    ]
 
 
 def beside_published(found: Sequence[Chapter]) -> list[dict[str, str]]:
