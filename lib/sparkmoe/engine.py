@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import psutil
 
@@ -51,7 +51,7 @@ class Engine:
     """One server for one recipe. `with` starts and ends it; attributes hold once it is started.
 
     `grace_s` is the time between SIGTERM and SIGKILL (default: the machine profile's); one that serves others' requests
-    needs some to drain them.
+    needs some to drain them. `api_key` is the key to serve with (default: a new random one).
 
     `url`, `api_key`, `pid` (of the server's process group), `log_path`, `evidence_path` (written by the plugin from
     inside the server), `checkpoint`, and `ready_s`, the seconds from launch to the first token.
@@ -68,13 +68,14 @@ class Engine:
         log_dir: Path | str | None = None,
         deadline_s: float | None = None,
         grace_s: float | None = None,
+        api_key: str | None = None,
         show: bool = True,
     ) -> None:
         self.recipe = Recipe.named(recipe) if isinstance(recipe, str) else recipe
         self.machine = Machine.named(machine) if isinstance(machine, str) else machine
         self.recipe.require(self.machine)
         self.model = checkpoints.resolve(model, self.machine)
-        self.port, self.host = port, host
+        self.port, self.host, self._given_key = port, host, api_key
         self.deadline_s = deadline_s or self.machine.start_deadline_s
         self.grace_s = self.machine.stop_grace_s if grace_s is None else grace_s
         self.show = show
@@ -226,7 +227,7 @@ class Engine:
         where: dict[str, Any] = {"model": self.model, "port": port, "host": self.host, "evidence": evidence}
         record = Record(
             fingerprint=fingerprint, recipe=asdict(self.recipe), profile=self.machine.profile, model=str(self.model),
-            host=self.host, port=port, api_key=new_api_key(), log_path=str(log),
+            host=self.host, port=port, api_key=self._given_key or new_api_key(), log_path=str(log),
             evidence_path=str(evidence), argv=[], grace_s=self.grace_s,
             floor_bytes=FLOOR_BYTES[self.machine.profile],
         )  # fmt: skip
@@ -300,7 +301,7 @@ class Engine:
         raw = self.log_path.read_bytes()[-tail_bytes:]
         return raw.decode(errors="replace").replace("\r", "\n").splitlines()
 
-    def wait(self) -> None:
+    def wait(self) -> NoReturn:
         """Block until the server ends. Raises EngineError, since it ends by itself only in trouble."""
         while self.running():
             time.sleep(1.0)
