@@ -3,10 +3,11 @@ VENV    := .venv
 BIN     := $(VENV)/bin
 LOCK    := env/requirements.lock
 READY   := $(VENV)/.ready
+TO      ?= wheelhouse
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help run lab test lint matrix lock clean
+.PHONY: help run lab test lint matrix lock wheelhouse clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -37,6 +38,11 @@ matrix: $(READY)  ## every head × draft × hot vocabulary on this machine, reco
 lock: $(READY)  ## resolve env/requirements.lock anew (x86-64 and aarch64, Python 3.11 and 3.12)
 	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header \
 	    --no-emit-index-url --no-emit-find-links --group dev pyproject.toml -o $(LOCK)
+
+wheelhouse: $(READY)  ## every wheel of the lock for machines like this one, into TO (wheelhouse/)
+	@$(BIN)/python -m pip download --quiet --no-deps --require-hashes --only-binary :all: -r $(LOCK) \
+	    --dest $(TO)
+	@echo "$$(ls $(TO)/*.whl | wc -l) wheels, $$(du -sh $(TO) | cut -f1): make run WHEELHOUSE=FOLDER installs from them without a network"
 
 clean:  ## remove the environment and the build leftovers (results stay)
 	rm -rf $(VENV) build dist lib/*.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,6 +1,7 @@
 #!/bin/sh
 # install.sh VENV LOCK: create VENV from LOCK with nothing but a Python 3.11 or 3.12, and sparkmoe in it.
-# PYTHON=/path/to/python3.12 chooses the interpreter. An interrupted installation is picked up where it stopped.
+# PYTHON=/path/to/python3.12 chooses the interpreter. WHEELHOUSE=folder takes the wheels from there and asks no network
+# (`make wheelhouse` fills one). An interrupted installation is picked up where it stopped.
 set -eu
 venv=$1 lock=$2
 need_gb=12
@@ -23,8 +24,14 @@ if [ ! -x "$venv/bin/python" ] || ! fits "$venv/bin/python"; then
     "$python" -m venv --clear "$venv" || { echo "error: $python cannot make a virtual environment (on Debian and Ubuntu: apt-get install python3-venv)" >&2; exit 2; }
 fi
 
+from=
+if [ -n "${WHEELHOUSE:-}" ]; then
+    ls "$WHEELHOUSE"/*.whl >/dev/null 2>&1 || { echo "error: no wheels in $WHEELHOUSE; fill it on a machine like this one: make wheelhouse TO=FOLDER" >&2; exit 2; }
+    from=" from $WHEELHOUSE"
+    export PIP_NO_INDEX=1 PIP_FIND_LINKS="$(cd "$WHEELHOUSE" && pwd)"
+fi
 count=$(grep -c '^[a-zA-Z0-9].*==' "$lock")
-echo "Installing $count pinned packages into $venv: 11 GB on disk, 3 to 10 minutes. This happens once."
+echo "Installing $count pinned packages into $venv$from: 11 GB on disk, 3 to 10 minutes. This happens once."
 # The lock is complete and hashed, so pip has nothing to resolve: --no-deps. The awk lines say how far it is.
 log=$venv/install.log
 { "$venv/bin/python" -m pip install --no-deps --require-hashes --progress-bar off -r "$lock" 2>&1 && echo '@done'; } | tee "$log" | awk -v n="$count" '

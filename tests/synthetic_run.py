@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,7 @@ def make(
     disengaged: str | None = None,
     memory_bytes: float = 1.5e9,
     ready_s: float = 17.0,
+    boots: int = 1,
     seed: int = 0,
     **conditions: Any,
 ) -> Path:
@@ -63,9 +65,9 @@ def make(
             if arm == broken:
                 break
             base = TPOT_MS[arm] * machine_slower * (slower or {}).get(arm, 1.0)
-            for request in range(6):
+            for boot, request in product(range(boots), range(6)):
                 one = sample(base * float(np.exp(0.004 * rng.standard_normal())), accepted.get(arm), request)
-                line = {"arm": arm, "boot": 0, "request": request, "spoiled": [], "sample": one, "concurrency": 1}
+                line = {"arm": arm, "boot": boot, "request": request, "spoiled": [], "sample": one, "concurrency": 1}
                 folder.append(jsonable(line))
             facts = {"arm": arm, "boot": 0, "bandwidth_before_gb_s": bandwidth_gb_s}
             folder.write_json(f"boots/{arm}-0-1.json", facts | {"bandwidth_after_gb_s": bandwidth_gb_s})

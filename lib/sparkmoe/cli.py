@@ -208,6 +208,36 @@ def gate(
 
 
 @app.command()
+def workshop(
+    reset: Annotated[bool, typer.Option("--reset", help="put the seat back: servers ended, fresh notebooks")] = False,
+    check: Annotated[bool, typer.Option("--check", help="only check the seat, open nothing")] = False,
+    machine: MachineOption = "auto",
+    results: ResultsOption = Path("results"),
+) -> None:
+    """Check a workshop seat in a minute and open the first notebook in JupyterLab. Exit code 1 if the seat fails."""
+    import os
+
+    from sparkmoe import workshop as seats
+    from sparkmoe.machine import Machine
+    from sparkmoe.processes import end_all
+
+    stopped = len(end_all()) if reset else 0
+    laid = seats.lay_out(seats.seat(), reset=reset)
+    if reset:
+        answer(seat=str(seats.seat()), laid_out=laid, stopped=stopped)
+        return
+    findings = seats.examine_seat(Machine.named(machine), results=results)
+    _table(findings)
+    failed = [f.what for f in findings if f.state == "fail"]
+    answer(ok=not failed, failed=failed, seat=str(seats.seat()))
+    sys.stdout.flush()
+    if failed or check:
+        raise typer.Exit(1 if failed else 0)
+    argv = seats.lab_command(seats.seat())
+    os.execv(argv[0], argv)
+
+
+@app.command()
 def stop() -> None:
     """Stop every server that sparkmoe started here."""
     from sparkmoe.processes import end_all

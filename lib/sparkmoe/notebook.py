@@ -236,6 +236,15 @@ def show_figure(run: Run, name: str, figure: Any) -> Any:
     return figure
 
 
+def self_check(mine: float | None, right: float, within: float = 0.1) -> str:
+    """What an exercise says to an answer: right to a fraction `within`, too small or too large; None is no answer."""
+    if mine is None:
+        return "no answer yet: put a number in and run the cell again"
+    if abs(mine - right) <= within * abs(right):
+        return f"right: {right:.3g}"
+    return f"{mine:.3g} is too {'small' if mine < right else 'large'}"
+
+
 def command(text: str) -> Any:
     """A shell command as a block that can be copied."""
     from IPython.display import Markdown
