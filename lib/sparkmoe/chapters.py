@@ -175,6 +175,17 @@ class Chapter:
                 found[name] = json.loads((path / "figures" / f"{name}.json").read_text())
         return found
 
+    @cached_property
+    def verdicts(self) -> list[tuple[str, str, Comparison]]:
+        """(base arm, new arm, comparison) where two arms answered the same problems."""
+        made = []
+        for bench in self.benches:
+            if len(graded := bench.graded) > 1:
+                base = bench.reference if bench.reference in graded else graded[0]
+                answers = {arm: gsm8k_run.read(bench.run, arm) for arm in graded}
+                made += [(base, arm, compare(answers[base], answers[arm])) for arm in graded if arm != base]
+        return made
+
     def arms(self) -> list[Arm]:
         """Every arm that was timed one request at a time, in the order of the benches."""
         return [arm for bench in self.benches for arm in self._arms(bench)]
@@ -278,11 +289,4 @@ def keep(found: Sequence[Chapter]) -> Arm | None:
 
 def verdicts(found: Sequence[Chapter]) -> list[tuple[Chapter, str, str, Comparison]]:
     """(chapter, base arm, new arm, comparison) of every graded bench with two arms on shared problems."""
-    made = []
-    for chapter in found:
-        for bench in chapter.benches:
-            if len(arms := bench.graded) > 1:
-                base = bench.reference if bench.reference in arms else arms[0]
-                answers = {arm: gsm8k_run.read(bench.run, arm) for arm in arms}
-                made += [(chapter, base, arm, compare(answers[base], answers[arm])) for arm in arms if arm != base]
-    return made
+    return [(chapter, *verdict) for chapter in found for verdict in chapter.verdicts]
