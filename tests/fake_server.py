@@ -17,6 +17,7 @@ import threading
 import time
 from dataclasses import dataclass
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 from typing import Any
 
 BOS = 1
@@ -50,6 +51,7 @@ class Behaviour:
     abort_after: int | None = None
     end_after: int | None = None  # a proper end of the stream, without finish reason
     fail_first: int = 0  # so many requests are dropped before the server behaves
+    trace: bytes | None = None  # what the profiler leaves when it is stopped
 
 
 class FakeServer:
@@ -59,6 +61,7 @@ class FakeServer:
         self.requests: list[dict[str, Any]] = []
         self.seen: list[list[int]] = []
         self.flushes = 0
+        self.profile: dict[str, Any] = {}
         outer = self
 
         class Handler(_Handler):
@@ -117,6 +120,15 @@ class _Handler(BaseHTTPRequestHandler):
             return self._plain(json.dumps({"tokens": tokens, "count": len(tokens), "max_model_len": 65536}))
         if path == "/detokenize":
             return self._plain(json.dumps({"text": "".join(map(chr, body["tokens"]))}))
+        if path == "/start_profile":
+            self.fake.profile = body
+            return self._plain("Start profiling.")
+        if path == "/stop_profile":
+            folder, name = Path(self.fake.profile["output_dir"]), f"{self.fake.profile['profile_id']}-TP-0"
+            folder.mkdir(parents=True, exist_ok=True)
+            if behaviour.trace is not None:
+                (folder / f"{name}.trace.json.gz").write_bytes(behaviour.trace)
+            return self._plain("Stop profiling.")
         self.fake.requests.append(body)
         if behaviour.status != 200:
             return self._plain(behaviour.status_body, behaviour.status)

@@ -304,3 +304,12 @@ def test_impossible_questions_are_refused() -> None:
         roofline.predict(LING, 0)
     with pytest.raises(ModelError, match="at least one rate"):
         roofline.accept_length([], 2)
+
+
+def test_a_draft_may_score_fewer_tokens_in_another_format() -> None:
+    shared = roofline.step_bytes(LING, Load(head="bf16", drafts=3))
+    own = roofline.step_bytes(LING, Load(head="bf16", drafts=3, draft_head="fp8", hot_tokens=16384))
+    assert own.target == shared.target
+    assert shared.draft["head"] == 3 * 157184 * 2560 * 2
+    assert own.draft["head"] == 3 * 16384 * (2560 + 4)
+    assert roofline.step_bytes(LING, Load(head="bf16", drafts=1, hot_tokens=16)).draft["head"] == 16 * 2560 * 2

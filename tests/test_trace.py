@@ -244,6 +244,30 @@ def test_cpu_operators_land_in_the_innermost_scope_of_their_thread(tmp_path: Pat
     assert list(found.unknown) == ["aten::quux"]
 
 
+def test_a_scope_opened_as_an_operator_is_a_scope(tmp_path: Path) -> None:
+    w = cpu_trace()
+    for event in w.events:
+        if event["name"].startswith(trace.SCOPE):
+            event["cat"] = "cpu_op"
+    seen = trace.read(w.save(tmp_path / "t.json"))
+    assert break_down(seen, trace.steps(seen)).parts["kda"] == pytest.approx((0.030, 1))
+
+
+def test_a_step_that_nobody_watched_is_shorter(tmp_path: Path) -> None:
+    seen = trace.read(cpu_trace().save(tmp_path / "cpu.json"))
+    watched = break_down(seen, trace.steps(seen))
+    assert watched.step_ms == pytest.approx(0.1)
+    found = watched.unwatched(0.05)
+    assert (found.step_ms, found.busy_ms) == pytest.approx((0.05, watched.busy_ms / 2))
+    assert found.host_gap_ms == pytest.approx(watched.host_gap_ms / 2)
+    assert found.parts["kda"] == pytest.approx((0.015, 1))
+    seen = trace.read(gpu_trace().save(tmp_path / "gpu.json"))
+    watched = break_down(seen, trace.steps(seen))
+    found = watched.unwatched(watched.step_ms - 0.04)
+    assert found.parts == watched.parts
+    assert found.host_gap_ms == pytest.approx(watched.host_gap_ms - 0.04)
+
+
 # --------------------------------------------------------------------------------------------------- gaps and verdict
 
 

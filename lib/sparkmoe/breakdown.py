@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -132,8 +132,9 @@ def scopes_at(trace: Trace, threads: Ints, times_us: Floats) -> list[str | None]
                 opened.pop(i, None)
             changes.append(time)
             inside.append(labels[trace.name[next(reversed(opened))]] if opened else None)
-        for k in np.flatnonzero(threads == thread):
-            result[k] = inside[int(np.searchsorted(changes, times_us[k], side="right")) - 1]
+        here = np.flatnonzero(threads == thread)
+        for k, at in zip(here, np.searchsorted(changes, times_us[here], side="right") - 1, strict=True):
+            result[k] = inside[at]
     return result
 
 
@@ -161,6 +162,26 @@ class Breakdown:
         """Share of the kernels' time that lies in a named part."""
         total = sum(ms for ms, _ in self.parts.values())
         return 1 - self.parts.get(UNKNOWN, (0.0, 0.0))[0] / total if total else 0.0
+
+    def unwatched(self, step_ms: float) -> Breakdown:
+        """The same step at `step_ms`, its length without a profiler.
+
+        On a CPU the profiler slows operators and what lies between them alike, so all is scaled. Kernels on a GPU do
+        not notice it: they keep their time, and the host's gap takes the difference.
+        """
+        if self.on_gpu:
+            waiting = max(step_ms - self.busy_ms - self.launch_gap_ms, 0.0)
+            return replace(self, step_ms=step_ms, host_gap_ms=waiting)
+        factor = step_ms / self.step_ms
+
+        def scaled(sums: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
+            return {key: (factor * ms, calls) for key, (ms, calls) in sums.items()}
+
+        return replace(
+            self, step_ms=step_ms, busy_ms=factor * self.busy_ms, host_gap_ms=factor * self.host_gap_ms,
+            launch_gap_ms=factor * self.launch_gap_ms, parts=scaled(self.parts), unknown=scaled(self.unknown),
+            top=scaled(self.top),
+        )  # fmt: skip
 
     def table(self, bytes_by_part: Mapping[str, float] | None = None) -> pd.DataFrame:
         """One row per part: ms, share of the kernels' time, calls, GB/s where `bytes_by_part` (of a step) has it."""

@@ -16,6 +16,7 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -63,6 +64,18 @@ class Client:
 
     def server_info(self) -> dict[str, Any]:
         return json.loads(self._call("GET", "/server_info"))
+
+    def start_profile(self, folder: Path | str, name: str, *, activities: Sequence[str] = ("CPU",)) -> None:
+        """Start PyTorch's profiler in the server; the trace will be `folder/name-TP-0.trace.json.gz`, a file per rank.
+
+        `activities`: CPU, GPU. Neither Python stacks nor shapes are recorded, which would slow the server down further.
+        """
+        body = {"output_dir": str(folder), "profile_id": name, "activities": list(activities)}
+        self._call("POST", "/start_profile", body | {"with_stack": False, "record_shapes": False})
+
+    def stop_profile(self) -> None:
+        """Stop it; returns once the trace is written."""
+        self._call("POST", "/stop_profile")
 
     def tokenize(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of `text`, with the model's special tokens (as a begin-of-text) added or not."""

@@ -42,7 +42,8 @@ class Load:
 
     `head` "fp32" reads the BF16 weight (SGLang multiplies it into an FP32 result). `cache_bytes` is the size of a
     value in the KV cache. `routing(n)` is the number of distinct experts per layer for n tokens; None expects uniform
-    routing.
+    routing. `draft_head` and `hot_tokens` are for a draft that does not score with the target's head: its format, and
+    the rows of the vocabulary that it has.
     """
 
     context: int = 0
@@ -52,14 +53,17 @@ class Load:
     cache_bytes: int = 2
     dtype: Literal["stored", "float32"] = "stored"
     routing: Routing | None = None
+    draft_head: Head | None = None
+    hot_tokens: int | None = None
 
 
-def head_bytes(inventory: Inventory, head: Head = "stored") -> float:
-    """Bytes of the LM head in the asked format: FP8 has one FP32 scale per row of the vocabulary."""
+def head_bytes(inventory: Inventory, head: Head = "stored", rows: int | None = None) -> float:
+    """Bytes of the LM head in the asked format, or of `rows` of its rows: FP8 has one FP32 scale per row."""
     shape = inventory.shape
+    rows = shape.vocab if rows is None else rows
     if head == "stored":
-        return inventory.bytes("embedding" if shape.tied else "head")
-    return shape.vocab * (shape.hidden + 4) if head == "fp8" else 2 * shape.vocab * shape.hidden
+        return inventory.bytes("embedding" if shape.tied else "head") * rows / shape.vocab
+    return rows * (shape.hidden + 4) if head == "fp8" else 2 * rows * shape.hidden
 
 
 def _pass_bytes(inventory: Inventory, load: Load, tokens: int, mtp: bool) -> dict[str, float]:
@@ -73,7 +77,10 @@ def _pass_bytes(inventory: Inventory, load: Load, tokens: int, mtp: bool) -> dic
     if "experts" in parts:
         routing = load.routing or (lambda n: expected_distinct(shape.experts, shape.top_k, n))
         parts["experts"] *= routing(tokens * load.batch) / shape.experts
-    parts["head"] = head_bytes(inventory, load.head)
+    if mtp:
+        parts["head"] = head_bytes(inventory, load.draft_head or load.head, load.hot_tokens)
+    else:
+        parts["head"] = head_bytes(inventory, load.head)
     kinds = shape.kinds[shape.layers :] if mtp else shape.kinds[: shape.layers]
     seen = {"mla": load.context, "attention": load.context, "window": min(load.context, shape.window), "kda": 0}
     parts["KV cache"] = load.batch * load.cache_bytes * shape.cache_values * float(sum(seen[k] for k in kinds))

@@ -164,7 +164,9 @@ def _columns(path: str, events: Iterator[dict[str, Any]]) -> Trace:
     name, kind, thread, correlation = array("q"), array("b"), array("i"), array("q")
     start, duration = array("d"), array("d")
     for event in events:
-        which = kinds.get(event.get("cat", ""))
+        # A scope may have been opened as an operator, which costs the traced program less.
+        ours = event.get("name", "").startswith(SCOPE)
+        which = kinds.get("user_annotation" if ours else event.get("cat", ""))
         if which is None or event.get("ph") != "X":
             continue
         kind.append(which)

@@ -1,8 +1,8 @@
 """What the CPU platform replaces in SGLang, and why; `sparkmoe doctor --sglang` lists it.
 
-Four groups: the bodies of the two models and the commit of their recurrent state (`model`), the Triton kernels of
-NEXTN's bookkeeping (`speculative`), the sampling functions that SGLang leaves empty (`sampling`), and how the server's
-processes are started (`forking`).
+Five groups: the bodies of the two models and the commit of their recurrent state (`model`), the Triton kernels of
+NEXTN's bookkeeping (`speculative`), the sampling functions that SGLang leaves empty (`sampling`), how the server's
+processes are started (`forking`), and scopes for the profiler (`scopes`).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from sparkmoe.sglang_plugin import hooks
 from sparkmoe.sglang_plugin.hooks import Hook, Kind
-from sparkmoe.sglang_plugin.torch_cpu import forking, model, sampling, speculative
+from sparkmoe.sglang_plugin.torch_cpu import forking, model, sampling, scopes, speculative
 
 _OPS = "sglang.kernels.ops."
 _SRT = "sglang.srt."
@@ -87,6 +87,7 @@ HOOKS: tuple[Hook, ...] = (
             (_SRT + "speculative.eagle_utils", "top_p_renorm_prob", _RENORM[1:]),
         )
     ),
+    *scopes.HOOKS,
 )
 
 
