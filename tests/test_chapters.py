@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import nbformat
 import pytest
+from nbclient import NotebookClient
 
 import synthetic_run
 from sparkmoe import notebook, recorded
@@ -132,3 +134,26 @@ def test_records_say_where_they_come_from() -> None:
     assert PUBLISHED.new_tokens == gsm8k["all_three"]["completion_tokens"]
     with pytest.raises(DataError, match="did you mean spark-published"):
         recorded.load("spark-publishd")
+
+
+TWO_FIGURES = """
+import plotly.graph_objects as go
+from pathlib import Path
+from sparkmoe import notebook
+from sparkmoe.results import Run
+run = Run.create({root!r}, run_id="figures")
+notebook.show_figure(run, "first", go.Figure().add_bar(y=[1]))
+###
+notebook.show_figure(run, "second", go.Figure().add_bar(y=[2]))
+###
+notebook.show_figure(run, "first", go.Figure().add_bar(y=[3]))
+"""
+
+
+def test_an_executed_notebook_holds_plotlys_script_once(tmp_path: Path) -> None:
+    cells = [nbformat.v4.new_code_cell(text) for text in TWO_FIGURES.format(root=str(tmp_path)).split("###")]
+    executed = NotebookClient(nbformat.v4.new_notebook(cells=cells), kernel_name="python3").execute()
+    text = json.dumps(executed)
+    assert text.count("plotly.js v") == 1
+    assert text.count("Plotly.newPlot(") == 3
+    assert Run.open(tmp_path / "figures").manifest["figures"] == ["first", "second"]
