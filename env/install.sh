@@ -13,6 +13,13 @@ case "$(uname -s)-$(uname -m)" in
     *) echo "error: $(uname -s) on $(uname -m) is not supported, Linux on x86-64 or aarch64 is: use a container or WSL 2 (README.md)" >&2; exit 2 ;;
 esac
 
+from=
+if [ -n "${WHEELHOUSE:-}" ]; then
+    ls "$WHEELHOUSE"/*.whl >/dev/null 2>&1 || { echo "error: no wheels in $WHEELHOUSE; fill it on a machine like this one: make wheelhouse TO=FOLDER" >&2; exit 2; }
+    from=" from $WHEELHOUSE"
+    export PIP_NO_INDEX=1 PIP_FIND_LINKS="$(cd "$WHEELHOUSE" && pwd)"
+fi
+
 if [ ! -x "$venv/bin/python" ] || ! fits "$venv/bin/python"; then
     for python in ${PYTHON:-python3 python3.12 python3.11}; do
         fits "$python" && break
@@ -24,12 +31,6 @@ if [ ! -x "$venv/bin/python" ] || ! fits "$venv/bin/python"; then
     "$python" -m venv --clear "$venv" || { echo "error: $python cannot make a virtual environment (on Debian and Ubuntu: apt-get install python3-venv)" >&2; exit 2; }
 fi
 
-from=
-if [ -n "${WHEELHOUSE:-}" ]; then
-    ls "$WHEELHOUSE"/*.whl >/dev/null 2>&1 || { echo "error: no wheels in $WHEELHOUSE; fill it on a machine like this one: make wheelhouse TO=FOLDER" >&2; exit 2; }
-    from=" from $WHEELHOUSE"
-    export PIP_NO_INDEX=1 PIP_FIND_LINKS="$(cd "$WHEELHOUSE" && pwd)"
-fi
 count=$(grep -c '^[a-zA-Z0-9].*==' "$lock")
 echo "Installing $count pinned packages into $venv$from: 11 GB on disk, 3 to 10 minutes. This happens once."
 # The lock is complete and hashed, so pip has nothing to resolve: --no-deps. The awk lines say how far it is.
