@@ -14,10 +14,11 @@ case "$(uname -s)-$(uname -m)" in
 esac
 
 from=
+set -- # from here on: what pip is told about where wheels come from
 if [ -n "${WHEELHOUSE:-}" ]; then
     ls "$WHEELHOUSE"/*.whl >/dev/null 2>&1 || { echo "error: no wheels in $WHEELHOUSE; fill it on a machine like this one: make wheelhouse TO=FOLDER" >&2; exit 2; }
     from=" from $WHEELHOUSE"
-    export PIP_NO_INDEX=1 PIP_FIND_LINKS="$(cd "$WHEELHOUSE" && pwd)"
+    set -- --no-index --find-links "$WHEELHOUSE"
 fi
 
 if [ ! -x "$venv/bin/python" ] || ! fits "$venv/bin/python"; then
@@ -35,7 +36,7 @@ count=$(grep -c '^[a-zA-Z0-9].*==' "$lock")
 echo "Installing $count pinned packages into $venv$from: 11 GB on disk, 3 to 10 minutes. This happens once."
 # The lock is complete and hashed, so pip has nothing to resolve: --no-deps. The awk lines say how far it is.
 log=$venv/install.log
-{ "$venv/bin/python" -m pip install --no-deps --require-hashes --progress-bar off -r "$lock" 2>&1 && echo '@done'; } | tee "$log" | awk -v n="$count" '
+{ "$venv/bin/python" -m pip install "$@" --no-deps --require-hashes --progress-bar off -r "$lock" 2>&1 && echo '@done'; } | tee "$log" | awk -v n="$count" '
     /^(Collecting|Processing|Requirement already satisfied)/ { i++; if (i % 20 == 0) { printf "  %d of %d packages fetched\n", i, n; fflush() } }
     /^Installing collected packages/ { print "  unpacking all of them"; fflush() }
     /^ERROR/ { print > "/dev/stderr" }

@@ -33,8 +33,8 @@ def build_editable(folder, config=None, metadata=None):
 @pytest.fixture
 def room(tmp_path: Path) -> Path:
     """A project whose lock asks for one package, and a wheel folder that has it."""
-    (tmp_path / "wheels").mkdir()
-    wheel = tmp_path / "wheels" / "backend_of_a_room-1-py3-none-any.whl"
+    (tmp_path / "a stick").mkdir()
+    wheel = tmp_path / "a stick" / "backend_of_a_room-1-py3-none-any.whl"
     with zipfile.ZipFile(wheel, "w") as file:
         file.writestr("backend_of_a_room.py", BACKEND)
         about = "backend_of_a_room-1.dist-info"
@@ -59,9 +59,9 @@ def install(room: Path, **variables: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_a_room_installs_without_a_network(room: Path) -> None:
-    done = install(room, WHEELHOUSE="wheels")
+    done = install(room, WHEELHOUSE="a stick")
     assert done.returncode == 0, done.stderr
-    assert "from wheels" in done.stdout
+    assert "from a stick" in done.stdout
     listed = subprocess.run([room / "venv/bin/python", "-m", "pip", "list"], capture_output=True, text=True).stdout
     assert re.search(r"^backend-of-a-room +1$", listed.replace("_", "-"), re.M)
     assert re.search(r"^here +1 ", listed, re.M)
