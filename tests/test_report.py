@@ -133,6 +133,10 @@ def test_it_fits_a_phone_and_prints(run: Path, page: Page, tmp_path: Path) -> No
     assert page.evaluate("document.documentElement.scrollWidth") <= 390
     widths = page.evaluate("[...document.querySelectorAll('.main-svg')].map(s => s.getBoundingClientRect().width)")
     assert max(widths) <= 390
+    page.set_viewport_size({"width": 720, "height": 1000})
+    page.emulate_media(media="print")
+    assert page.evaluate("Math.max(...[...document.querySelectorAll('table')].map(t => t.scrollWidth))") <= 720
+    page.emulate_media(media="screen")
     page.pdf(path=tmp_path / "report.pdf", format="A4")
     assert page.evaluate("[...document.querySelectorAll('details')].every(d => !d.open)"), "folded again after printing"
     assert (tmp_path / "report.pdf").stat().st_size > 20_000

@@ -61,13 +61,13 @@ def write(found: Sequence[Chapter], path: Path, run: Run) -> Path:
         published=beside_published(found),
         source=recorded.load("spark-published").line(),
         accuracy=accuracy(found),
-        arms={chapter.name: arm_rows([chapter]) for chapter in found},
+        arms={chapter.name: _own_arms(chapter) for chapter in found},
         graded=[(*found_one, flips(found_one[3])) for found_one in verdicts(found)],
         keep=keep(found),
         serve=serve_command(found),
         missing=not_shown(found),
         conditions=conditions(found),
-        commands={arm.name: command(found, arm) for chapter in found for arm in chapter.arms()},
+        commands={arm.name: told for chapter in found for arm in chapter.arms() if (told := command(found, arm))},
         downloads={chapter.name: downloads(chapter) for chapter in found},
         figures=figures,
         plotly=get_plotlyjs(),
@@ -103,6 +103,13 @@ def arm_rows(found: Sequence[Chapter]) -> list[dict[str, str]]:
         for chapter in found
         for arm in chapter.arms()
     ]
+
+
+def _own_arms(chapter: Chapter) -> list[dict[str, str]]:
+    """A chapter's rows; where they were measured is said only if there is more than one place."""
+    rows = arm_rows([chapter])
+    several = len(chapter.benches) > 1
+    return [{key: value for key, value in row.items() if several or key != "measured in"} for row in rows]
 
 
 def beside_published(found: Sequence[Chapter]) -> list[dict[str, str]]:
