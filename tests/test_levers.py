@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from sparkmoe.breakdown import Breakdown, verdict
 from sparkmoe.errors import DataError
 from sparkmoe.inventory import from_config
 from sparkmoe.profiling import Dissection
+from sparkmoe.results import jsonable
 from sparkmoe.roofline import Load
 
 LING = from_config("ling-3.0-flash-fp4")
@@ -73,3 +75,14 @@ def test_what_cannot_be_compared_is_named() -> None:
         levers.compare(LING, GB_S, {"nextn": NEXTN}, {"nextn": [[1.0]]}, DISSECTED)
     with pytest.raises(DataError, match="arm fp8 was not measured and dissected"):
         levers.compare(LING, GB_S, LOADS, {"plain": [[30.0]]}, DISSECTED)
+
+
+def test_rows_survive_a_record_and_recorded_arms_are_marked() -> None:
+    measured = {"plain": [[30.0]], "fp8": [[31.0, 31.2]], "nextn": [[24.0]]}
+    rows = levers.compare(LING, GB_S, LOADS, measured, DISSECTED, accept_length={"nextn": 2.5})
+    stored = json.loads(json.dumps(jsonable({row.arm: row for row in rows})))
+    back = levers.from_record(stored)
+    assert [(r.arm, r.gain.text(), r.why) for r in back] == [(r.arm, r.gain.text(), r.why) for r in rows]
+    shown = levers.table(rows[:2], back)
+    assert list(shown["measured"].items()) == [("plain", "here"), ("fp8", "here"), ("nextn", "recorded")]
+    assert shown.loc["nextn", "accept length"] == "2.50"

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fake_server import Behaviour, FakeServer
-from sparkmoe import inventory, profiling, workload
+from sparkmoe import hot_vocab, inventory, profiling, workload
 from sparkmoe.client import Client
 from sparkmoe.engine import Engine
 from sparkmoe.errors import DataError
@@ -57,11 +57,13 @@ def test_the_profiler_is_stopped_where_the_request_fails(tmp_path: Path) -> None
     assert len(list((tmp_path / "traces").glob("*.trace.json.gz"))) == 1
 
 
-def test_the_load_of_a_recipe() -> None:
+def test_the_load_of_a_recipe(tmp_path: Path) -> None:
     cpu, spark = Machine.named("cpu"), Machine.named("spark")
     plain = profiling.load_of(Recipe.named("fp8_head"), spark, 100)
     assert (plain.head, plain.drafts, plain.dtype, plain.cache_bytes, plain.draft_head) == ("fp8", 0, "stored", 2, None)
-    drafting = profiling.load_of(Recipe.named("draft_fp8_head"), cpu, 100, hot_tokens=64)
+    hot_vocab.save(tmp_path / "hot.pt", hot_vocab.choose({7: 1}, 64, 2048))
+    own = Recipe.named("draft_fp8_head").with_(hot_vocab=str(tmp_path / "hot.pt"))
+    drafting = profiling.load_of(own, cpu, 100)
     assert (drafting.head, drafting.draft_head, drafting.hot_tokens) == ("bf16", "fp8", 64)
     assert (drafting.dtype, drafting.cache_bytes) == ("float32", 4)
 

@@ -316,6 +316,7 @@ def test_on_a_cpu_everything_beyond_the_floor_is_the_host(tmp_path: Path) -> Non
     found = verdict(break_down(seen, trace.steps(seen)), 20e3, 10)
     assert found.bound == "host"
     assert found.shares == pytest.approx({"memory": 0.02, "launch": 0, "host": 0.98})
+    assert "CUDA" not in found.sentence
 
 
 def test_gb_s_per_part_stands_beside_the_time(tmp_path: Path) -> None:

@@ -259,6 +259,8 @@ HELPS = {
     "launch": "fewer, larger kernels help: fused kernels, CUDA graphs, drafts (NEXTN) sharing a pass; bytes hardly do",
     "host": "less host work a token helps: CUDA graphs, the overlap scheduler, drafts (NEXTN); bytes do not matter",
 }
+# On a CPU there is no device that could run ahead of its host.
+HELPS_CPU = "fewer and larger operators help, and drafts (NEXTN), whose tokens share a pass; bytes hardly do"
 
 
 @dataclass(frozen=True)
@@ -270,6 +272,7 @@ class Verdict:
     step_ms: float
     memory_floor_ms: float
     compute_floor_ms: float
+    helps: str
 
     @property
     def sentence(self) -> str:
@@ -277,7 +280,7 @@ class Verdict:
         split = ", ".join(f"{name} {100 * share:.0f} %" for name, share in self.shares.items() if share >= 0.005)
         return (
             f"{self.bound}-bound: of {self.step_ms:.2f} ms a step, reading its bytes takes at least "
-            f"{self.memory_floor_ms:.2f} ms ({split}); {HELPS[self.bound]}."
+            f"{self.memory_floor_ms:.2f} ms ({split}); {self.helps}."
         )
 
 
@@ -299,4 +302,6 @@ def verdict(
     which: Bound = "memory" if memory >= compute else "compute"
     shares: dict[Bound, float] = {which: floor, "launch": launch, "host": found.step_ms - floor - launch}
     shares = {name: ms / found.step_ms for name, ms in shares.items()}
-    return Verdict(max(shares, key=lambda name: shares[name]), shares, found.step_ms, memory, compute)
+    bound = max(shares, key=lambda name: shares[name])
+    helps = HELPS_CPU if bound == "host" and not found.on_gpu else HELPS[bound]
+    return Verdict(bound, shares, found.step_ms, memory, compute, helps)

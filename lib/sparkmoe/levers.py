@@ -8,8 +8,12 @@ out, and the two dissections say where it is: which part of the model takes long
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
+
+import pandas as pd
 
 from sparkmoe import roofline, stats
 from sparkmoe.errors import DataError
@@ -92,3 +96,34 @@ def _why(base: Dissection, arm: Dissection, drafting_ms: float, residual_ms: flo
     listed = ", ".join(f"{part} {ms:+.2f}" for part, ms in ordered)
     cause = f"; {largest}: {CAUSES[largest]}" if not arm.found.on_gpu and largest in CAUSES else ""
     return f"{residual_ms:+.2f} ms a step beside the prediction ({listed}){cause}"
+
+
+def from_record(findings: Mapping[str, Mapping[str, Any]]) -> list[Lever]:
+    """Rows that were written as JSON (`results.jsonable`) by arm, as in the record `levers-cpu`."""
+
+    def interval(stored: Mapping[str, Any]) -> Interval:
+        ends = {end: math.nan if stored[end] is None else stored[end] for end in ("low", "high")}
+        return Interval(**{**stored, **ends})
+
+    return [
+        Lever(**{**row, "measured_ms": interval(row["measured_ms"]), "gain": interval(row["gain"])})
+        for row in findings.values()
+    ]
+
+
+def table(rows: Sequence[Lever], elsewhere: Sequence[Lever] = ()) -> pd.DataFrame:
+    """The rows for a reader; of `elsewhere` those whose arm is not in `rows`, marked as recorded."""
+    here = {row.arm for row in rows}
+    shown = [("here", row) for row in rows] + [("recorded", row) for row in elsewhere if row.arm not in here]
+    return pd.DataFrame(
+        {
+            "arm": row.arm,
+            "measured": where,
+            "accept length": f"{row.accept_length:.2f}",
+            "ms a token": row.measured_ms.text(),
+            "predicted gain": f"{row.predicted_gain:.2f}",
+            "measured gain": row.gain.text(),
+            "why they differ": row.why,
+        }
+        for where, row in shown
+    ).set_index("arm")

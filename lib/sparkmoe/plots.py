@@ -112,14 +112,15 @@ def step_bars(
 ) -> go.Figure:
     """Two panels, a step's time (ms) and what it reads (bytes), stacked by the same parts in the same hatching.
 
-    Parts below 1 % in both are drawn together as `rest`.
+    Parts below 1 % in both are drawn together as `rest`. What is read is in GB, that of a miniature in MB.
     """
+    read, scale = ("GB", 1e9) if sum(size.values()) >= 5e8 else ("MB", 1e6)
     panels = [_with_rest(ms, size), _with_rest(size, ms)]
     figure = make_subplots(rows=1, cols=2, subplot_titles=("time", "read"), horizontal_spacing=0.2)
     shares = [{part: value / sum(panel.values()) for part, value in panel.items()} for panel in panels]
     parts = sorted({*panels[0], *panels[1]}, key=lambda part: -sum(share.get(part, 0.0) for share in shares))
     for k, part in enumerate(parts):
-        for column, value, unit in ((1, panels[0].get(part, 0.0), "ms"), (2, panels[1].get(part, 0.0) / 1e9, "GB")):
+        for column, value, unit in ((1, panels[0].get(part, 0.0), "ms"), (2, panels[1].get(part, 0.0) / scale, read)):
             large = shares[column - 1].get(part, 0.0) > 0.06
             figure.add_bar(
                 x=["step"], y=[value], name=part, legendgroup=part, showlegend=column == 1, marker=_hatch(k), row=1,
@@ -129,7 +130,7 @@ def step_bars(
             )  # fmt: skip
     figure.update_layout(template="simple_white", title=title, barmode="stack", legend_title="part")
     figure.update_yaxes(title_text="time per step (ms)", row=1, col=1)
-    figure.update_yaxes(title_text="read per step (GB)", row=1, col=2)
+    figure.update_yaxes(title_text=f"read per step ({read})", row=1, col=2)
     return figure
 
 

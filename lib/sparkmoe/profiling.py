@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pandas as pd
 
-from sparkmoe import breakdown, roofline, trace
+from sparkmoe import breakdown, hot_vocab, roofline, trace
 from sparkmoe.breakdown import Breakdown, Verdict
 from sparkmoe.client import Client
 from sparkmoe.errors import DataError
@@ -94,11 +94,12 @@ class Dissection:
         return parts | {"between operators": self.found.host_gap_ms + self.found.launch_gap_ms}
 
 
-def load_of(recipe: Recipe, machine: Machine, context: int, *, hot_tokens: int | None = None) -> Load:
+def load_of(recipe: Recipe, machine: Machine, context: int) -> Load:
     """The roofline's load for one request of a recipe. The CPU platform holds 16-bit weights in FP32, its head apart.
 
-    `hot_tokens`: the rows of the recipe's hot vocabulary, where it has one.
+    Raises DataError for a hot vocabulary that cannot be read.
     """
+    hot_tokens = len(hot_vocab.load(recipe.hot_vocab)) if recipe.hot_vocab else None
     on_cpu = machine.profile == "cpu"
     return Load(
         context, head=recipe.head, drafts=recipe.draft_steps, dtype="float32" if on_cpu else "stored",
