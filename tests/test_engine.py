@@ -180,7 +180,8 @@ def test_weights_beyond_the_gpu_are_said(miniature: Path) -> None:
 
 def test_what_a_shell_holds_does_not_reach_the_server() -> None:
     given = {"PATH": "/bin", "SGLANG_PLATFORM": "other", "SPARKMOE_FP8_HEAD_SCALE": "tensor", "SPARKMOE_HOME": "/h"}
-    assert server_environment(given) == {"PATH": "/bin", "SPARKMOE_HOME": "/h", "PYTHONUNBUFFERED": "1"}
+    path = f"{Path(sys.executable).parent}:/bin"  # the lock's ninja comes first
+    assert server_environment(given) == {"PATH": path, "SPARKMOE_HOME": "/h", "PYTHONUNBUFFERED": "1"}
 
 
 def test_a_proxy_is_not_asked_for_the_server_itself() -> None:

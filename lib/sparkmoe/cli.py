@@ -238,6 +238,42 @@ def workshop(
 
 
 @app.command()
+def download(
+    repository: Annotated[str, typer.Argument(help="on the Hugging Face hub")] = "inclusionAI/Ling-3.0-flash-fp4",
+    to: Annotated[Path | None, typer.Option(help="default: where the spark profile looks for it")] = None,
+    revision: Annotated[str, typer.Option(help="branch, tag or commit")] = "main",
+) -> None:
+    """Fetch a model: free space first, resumed where it broke off, every file's hash compared."""
+    from sparkmoe import download as hub
+
+    folder = to or hub.default_folder(repository)
+    say(f"{repository} to {folder}; interrupted, the same command goes on")
+    seen = hub.download(repository, folder, revision=revision)
+    answer(path=str(folder), bytes=seen.weight_bytes, experts=seen.experts, draft_layers=seen.draft_layers)
+
+
+@app.command()
+def precompile(
+    at_once: Annotated[int | None, typer.Option("--jobs", help="compilers side by side; default: by memory")] = None,
+    limit: Annotated[int | None, typer.Option(help="only so many objects, of every kind, to see what it takes")] = None,
+) -> None:
+    """Build FlashInfer's fused MoE for the GB10 (sm_121a), before any weights are loaded. Resumes."""
+    from sparkmoe import precompile as kernels
+    from sparkmoe.machine import GIB, Machine, available_bytes
+
+    ninja = kernels.plan()
+    todo, all_of_it = kernels.missing(ninja), kernels.objects(ninja)
+    chosen = kernels.sample(todo, limit) if limit else []
+    side_by_side = at_once or kernels.jobs(available_bytes(), Machine.detect().cores)
+    say(f"{len(chosen) or len(todo)} of {len(all_of_it)} objects to build, {side_by_side} at once, in {ninja.parent}")
+    built = []
+    for one in kernels.build(ninja, chosen, at_once=side_by_side):
+        built.append({"name": one.name, "seconds": one.seconds, "peak_gib": round(one.peak_bytes / GIB, 2)})
+        say(f"[{len(built)}/{len(chosen) or len(todo)}] {one.name}: {one.seconds:.1f} s, {built[-1]['peak_gib']} GiB")
+    answer(folder=str(ninja.parent), objects=len(all_of_it), missing=len(kernels.missing(ninja)), built=built)
+
+
+@app.command()
 def stop() -> None:
     """Stop every server that sparkmoe started here."""
     from sparkmoe.processes import end_all

@@ -9,8 +9,11 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 import socket
+import sys
 from collections.abc import Mapping
+from pathlib import Path
 
 import psutil
 
@@ -18,6 +21,7 @@ from sparkmoe.checkpoint import Checkpoint
 from sparkmoe.errors import MachineError
 from sparkmoe.hot_vocab import draft_copy_bytes, load
 from sparkmoe.machine import GIB, Machine, available_bytes
+from sparkmoe.precompile import build_environment
 from sparkmoe.processes import Record
 from sparkmoe.recipe import Recipe
 from sparkmoe.shapes import describe
@@ -43,7 +47,9 @@ def server_environment(inherited: Mapping[str, str]) -> dict[str, str]:
         # SGLang's own warm-up request goes to 127.0.0.1, and through the proxy unless told otherwise.
         direct = ",".join(filter(None, (kept.get("NO_PROXY") or kept.get("no_proxy"), "127.0.0.1", "localhost")))
         kept |= {"NO_PROXY": direct, "no_proxy": direct}
-    return kept | {"PYTHONUNBUFFERED": "1"}
+    # Kernels that are built while serving are built by the lock's ninja, whether or not a shell has activated it.
+    kept["PATH"] = f"{Path(sys.executable).parent}:{kept.get('PATH', os.defpath)}"
+    return kept | {"PYTHONUNBUFFERED": "1"} | build_environment()
 
 
 def memory_need(recipe: Recipe, machine: Machine, seen: Checkpoint) -> dict[str, int]:
