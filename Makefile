@@ -7,11 +7,11 @@ TO      ?= wheelhouse
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: help run lab test lint matrix lock wheelhouse clean
+.PHONY: help run lab test lint matrix soak lock wheelhouse spark-install spark-model spark-kernels spark-image clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
-	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
+	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 16
 
 $(READY): $(LOCK) pyproject.toml env/install.sh
 	@sh env/install.sh $(VENV) $(LOCK)
@@ -34,6 +34,21 @@ lint: $(READY)  ## style and types only
 
 matrix: $(READY)  ## every head × draft × hot vocabulary on this machine, recorded in results/matrix.json
 	@$(BIN)/python -m pytest tests/test_matrix.py -m server $(ARGS)
+
+soak: $(READY)  ## ninety minutes of a kept server under load, killed twenty times; results/soak.json
+	@$(BIN)/python tests/soak.py results/soak.json $(ARGS)
+
+spark-install: $(READY)  ## DGX Spark: the same lock, and whether this machine is fit (env/spark/README.md)
+	@$(BIN)/sparkmoe doctor
+
+spark-model: $(READY)  ## DGX Spark: Ling-3.0-flash-fp4, 66 GB, resumed and verified
+	@$(BIN)/sparkmoe download $(ARGS)
+
+spark-kernels: $(READY)  ## DGX Spark: build FlashInfer's kernels before the weights are loaded
+	@$(BIN)/sparkmoe precompile $(ARGS)
+
+spark-image:  ## DGX Spark: the container image sparkmoe:spark (docker or compatible)
+	@docker build --platform linux/arm64 -f env/spark/Dockerfile -t sparkmoe:spark $(ARGS) .
 
 lock: $(READY)  ## resolve env/requirements.lock anew (x86-64 and aarch64, Python 3.11 and 3.12)
 	@$(BIN)/uv pip compile --quiet --universal --python-version 3.11 --generate-hashes --no-header \

@@ -18,7 +18,7 @@ from sparkmoe.client import Client
 from sparkmoe.engine import Engine
 from sparkmoe.errors import EngineError, MachineError
 from sparkmoe.gates import free_port
-from sparkmoe.keeper import Keeper, api_key, gives_token, notify, pause_s, prune, rotate, tail
+from sparkmoe.keeper import Keeper, api_key, gives_token, notify, patience, pause_s, prune, rotate, tail
 from sparkmoe.machine import Machine
 from sparkmoe.processes import OWNER_ENV, end_all, records
 from sparkmoe.recipe import Command, Recipe
@@ -224,4 +224,8 @@ def test_systemd_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setenv("NOTIFY_SOCKET", path)
         notify("READY=1\nSTATUS=all_three")
         assert systemd.recv(100) == b"READY=1\nSTATUS=all_three"
+        patience(600.0)  # no watchdog is set
+        monkeypatch.setenv("WATCHDOG_USEC", "180000000")
+        patience(600.0)
+        assert systemd.recv(100) == b"WATCHDOG_USEC=720000000\nWATCHDOG=1"
     notify("WATCHDOG=1")  # nobody listens any more

@@ -20,15 +20,17 @@ TARGETS = [
 ]
 
 
-def resolve(requirements: Path, platform: str, python: str, target: Path) -> subprocess.CompletedProcess[str]:
-    """Ask the registry for a wheel of every pinned package for that platform; nothing is installed."""
+def resolve(
+    requirements: Path, platform: str, python: str, target: Path, *, dry: bool = True, timeout_s: float = 240
+) -> subprocess.CompletedProcess[str]:
+    """Ask the registry for a wheel of every pinned package for that platform; `dry`: nothing is fetched."""
     command = [
         sys.executable,
         "-m",
         "uv",
         "pip",
         "install",
-        "--dry-run",
+        *(["--dry-run"] if dry else ["--no-cache", "--require-hashes"]),
         "--target",
         str(target),
         "--python-platform",
@@ -41,7 +43,7 @@ def resolve(requirements: Path, platform: str, python: str, target: Path) -> sub
         "-r",
         str(requirements),
     ]
-    return subprocess.run(command, capture_output=True, text=True, timeout=240)
+    return subprocess.run(command, capture_output=True, text=True, timeout=timeout_s)
 
 
 def skip_without_registry(result: subprocess.CompletedProcess[str]) -> None:
@@ -56,6 +58,33 @@ def test_every_package_has_a_wheel(platform: str, python: str, tmp_path: Path) -
     skip_without_registry(result)
     assert result.returncode == 0, result.stderr[-2000:]
     assert "+ sglang==0.5.23" in result.stderr + result.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.network
+@pytest.mark.timeout(3600)
+def test_a_spark_can_install_the_lock(tmp_path: Path) -> None:
+    """Fetched, hashed and unpacked for aarch64 and CPython 3.12, as on DGX OS."""
+    result = resolve(LOCK, *TARGETS[0], tmp_path / "target", dry=False, timeout_s=3000)
+    skip_without_registry(result)
+    assert result.returncode == 0, result.stderr[-2000:]
+    pinned = re.findall(r"^([A-Za-z0-9._-]+)==", LOCK.read_text(), re.M)
+    installed = {canonicalize_name(p.name.split("-")[0]) for p in (tmp_path / "target").glob("*.dist-info")}
+    assert {"sglang", "torch", "flashinfer-python", "humming-kernels", "nvidia-cuda-nvcc"} <= installed
+    assert len(installed) >= 0.9 * len(set(pinned))  # the rest are for x86-64 alone
+    machines = {elf_machine(path) for path in (tmp_path / "target").rglob("*.so*") if path.is_file()}
+    assert AARCH64 in machines
+    assert X86_64 not in machines
+
+
+X86_64, AARCH64 = 62, 183
+
+
+def elf_machine(path: Path) -> int | None:
+    """`e_machine` of a shared object, None for what is none."""
+    with path.open("rb") as file:
+        head = file.read(20)
+    return int.from_bytes(head[18:20], "little") if head.startswith(b"\x7fELF") else None
 
 
 @pytest.mark.network

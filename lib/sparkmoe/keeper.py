@@ -69,6 +69,7 @@ class Keeper:
         failed, served = 0, False
         while True:
             engine = self.boot()
+            patience(engine.deadline_s)
             try:
                 engine.start()
             except (EngineError, MachineError) as error:
@@ -80,11 +81,13 @@ class Keeper:
                 continue
             served, begun = True, time.monotonic()
             try:
+                patience(0.0)
                 notify(f"READY=1\nSTATUS={engine.recipe.name} at {engine.url}")
                 prune(engine.log_path, self.logs_kept)
                 on_ready(engine)
                 why = self._watch(engine)
             finally:
+                patience(engine.grace_s)
                 engine.stop()  # after an interrupt: drains requests for the engine's grace
             self.restarts += 1
             failed = 0 if time.monotonic() - begun >= STABLE_S else failed + 1
@@ -220,6 +223,12 @@ def tail(log: Path) -> list[str]:
             return file.read().decode(errors="replace").splitlines()
     except OSError:
         return []
+
+
+def patience(seconds: float) -> None:
+    """Ask systemd's watchdog to bear with a silence of so long, and two minutes more."""
+    if os.environ.get("WATCHDOG_USEC"):
+        notify(f"WATCHDOG_USEC={int((seconds + 120) * 1e6)}\nWATCHDOG=1")
 
 
 def notify(state: str) -> None:
