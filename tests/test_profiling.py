@@ -82,6 +82,20 @@ def test_scopes_wrap_while_a_profiler_runs_and_leave_no_trace() -> None:
     assert {scope.part for scope in scopes.SCOPES} <= {*PARTS, *BESIDE}
 
 
+def test_a_scope_whose_function_is_gone_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sparkmoe.sglang_plugin.torch_cpu import moe, scopes
+
+    gone = scopes.Scope("sparkmoe.sglang_plugin.torch_cpu.moe.Router.renamed", "router")
+    kept = next(scope for scope in scopes.SCOPES if scope.target.endswith("Experts.__call__"))
+    monkeypatch.setattr(scopes, "SCOPES", (gone, kept))
+    before = moe.Experts.__call__
+    scopes.open_scopes()
+    assert moe.Experts.__call__ is not before
+    scopes.close_scopes()
+    assert moe.Experts.__call__ is before
+    assert not hasattr(moe.Router, "renamed")
+
+
 @pytest.mark.server
 @pytest.mark.parametrize("recipe", ["nextn", "baseline"])
 def test_nearly_all_operator_time_of_a_real_step_has_a_name(

@@ -18,7 +18,7 @@ import pandas as pd
 from sparkmoe import roofline, stats
 from sparkmoe.errors import DataError
 from sparkmoe.inventory import Inventory
-from sparkmoe.profiling import Dissection
+from sparkmoe.profiling import GAPS, Dissection
 from sparkmoe.roofline import Load
 from sparkmoe.stats import Interval
 
@@ -28,7 +28,7 @@ CAUSES = {
     "kda": "verifying solves a small system per head, and accepted tokens are replayed into the state",
     "head": "FP8 values are decoded to FP32 before they are multiplied",
     "drafting": "a draft pass is an attention and an expert layer, a head and bookkeeping, not an average layer",
-    "between operators": "Python and SGLang's bookkeeping for the step",
+    GAPS: "the step's own Python, SGLang's bookkeeping and drafting, which plain decoding does not have",
 }
 _SMALL = 0.03  # of a step: what two requests to one server differ by
 
@@ -90,7 +90,9 @@ def _why(base: Dissection, arm: Dissection, drafting_ms: float, residual_ms: flo
     before, after = base.parts_ms(), arm.parts_ms()
     grown = {part: after.get(part, 0.0) - before.get(part, 0.0) for part in before | after if "draft " not in part}
     if draft := sum(ms for part, ms in after.items() if part.startswith("draft ")):
-        grown["drafting"] = draft - drafting_ms
+        waiting_ms = drafting_ms * before[GAPS] / base.found.step_ms  # the allowance is made of the same mixture
+        grown["drafting"] = draft - (drafting_ms - waiting_ms)
+        grown[GAPS] -= waiting_ms
     ordered = sorted(grown.items(), key=lambda item: -abs(item[1]))[:3]
     largest = next((part for part, ms in ordered if ms * residual_ms > 0), ordered[0][0])
     listed = ", ".join(f"{part} {ms:+.2f}" for part, ms in ordered)

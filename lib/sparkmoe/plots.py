@@ -27,6 +27,7 @@ TINTS = ("#77AADD", "#EE8866", "#EEDD88", "#FFAABB", "#99DDFF", "#44BB99", "#BBC
 COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#F0E442", "#999999")
 HATCHES = ("", "/", "x", "-", ".", "\\", "+", "|")
 SYMBOLS = ("circle", "square", "diamond", "cross", "triangle-up", "star", "x", "triangle-down")
+_AROUND = ("bottom center", "middle left", "top center", "middle right")
 DASHES = ("solid", "dash", "dot", "dashdot", "longdash", "longdashdot")
 
 
@@ -99,7 +100,7 @@ def roofline(
     for k, (name, (size, speed)) in enumerate(points.items()):
         figure.add_scatter(
             x=[size / 1e9], y=[speed.estimate], error_y=_whiskers([speed]), mode="markers+text", name=name, text=[name],
-            textposition="bottom center",
+            textposition=_AROUND[k % len(_AROUND)],  # neighbours by number are often neighbours in the plot
             marker={"symbol": SYMBOLS[k % len(SYMBOLS)], "size": 12, "color": COLORS[k % len(COLORS)]},
         )  # fmt: skip
     figure.update_xaxes(type="log")

@@ -31,6 +31,7 @@ from sparkmoe.sample import Sample
 from sparkmoe.trace import Steps, Trace
 
 Prompt = str | Sequence[int]
+GAPS = "between operators"
 
 
 def record(
@@ -89,9 +90,9 @@ class Dissection:
         return self.found.table(self.size.by_part())
 
     def parts_ms(self) -> dict[str, float]:
-        """Time by part, and what lies between the operators as `between operators`."""
+        """Time by part, and what lies between the operators (or kernels) as `GAPS`."""
         parts = {part: ms for part, (ms, _) in self.found.parts.items()}
-        return parts | {"between operators": self.found.host_gap_ms + self.found.launch_gap_ms}
+        return parts | {GAPS: self.found.host_gap_ms + self.found.launch_gap_ms}
 
 
 def load_of(recipe: Recipe, machine: Machine, context: int) -> Load:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+import logging
 import pkgutil
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,6 +22,8 @@ from torch._C._profiler import _RecordFunctionFast  # the public one costs 12 µ
 
 from sparkmoe.sglang_plugin.hooks import Hook, Kind
 from sparkmoe.trace import scope_name
+
+logger = logging.getLogger(__name__)
 
 
 class Scope(NamedTuple):
@@ -67,13 +70,20 @@ _depth = 0  # how many draft scopes are open
 
 
 def open_scopes() -> None:
-    """Wrap the functions of `SCOPES`; does nothing where they are wrapped already."""
+    """Wrap the functions of `SCOPES`; does nothing where they are wrapped already.
+
+    One that the installed SGLang does not have is left out, with a warning: what it did is then in a wider scope.
+    """
     if _wrapped:
         return
     for scope in SCOPES:
         path, _, name = scope.target.rpartition(".")
-        owner = pkgutil.resolve_name(path)
-        original = inspect.getattr_static(owner, name)
+        try:
+            owner = pkgutil.resolve_name(path)
+            original = inspect.getattr_static(owner, name)
+        except (ImportError, AttributeError) as error:
+            logger.warning("no profiler scope on %s: %s", scope.target, error)
+            continue
         setattr(owner, name, _scoped(original, scope))
         _wrapped.append((owner, name, original))
 
