@@ -8,6 +8,7 @@ batch SGLang asks to commit the accepted tokens' recurrent state: `commit` repla
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import torch
@@ -20,6 +21,19 @@ from sparkmoe.sglang_plugin.torch_cpu.layers import Block, KdaLayer, Pass, rotar
 from sparkmoe.sglang_plugin.torch_cpu.ops import rms_norm
 
 ATTRIBUTE = "torch_cpu_network"
+_CORES = len(os.sched_getaffinity(0))
+_FEW_ROWS = 64
+
+
+def threads(rows: int) -> int:
+    """How many threads a pass over `rows` tokens is worth.
+
+    One token leaves 20 µs of work to an operator, too little to share, and other processes of the server wait for a
+    core. A few drafted tokens read most experts: two threads read faster than one. A prompt takes what there is.
+    """
+    if rows == 1:
+        return 1
+    return min(_CORES, 2 if rows <= _FEW_ROWS else 8)
 
 
 class Network:
@@ -32,6 +46,7 @@ class Network:
         self.verified: Pass | None = None
 
     def __call__(self, x: Tensor, p: Pass) -> Tensor:
+        torch.set_num_threads(threads(len(x)))
         if self.table is not None:
             p.angles = self.table[p.positions].unsqueeze(1)
         for block in self.blocks:
