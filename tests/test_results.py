@@ -56,6 +56,16 @@ def test_manifest_holds_the_conditions(tmp_path: Path) -> None:
         Run.create(tmp_path, run_id=run.id)
 
 
+def test_a_run_killed_before_its_manifest_can_be_made_again(tmp_path: Path) -> None:
+    (tmp_path / "r").mkdir()
+    (tmp_path / "r" / ".manifest.json.4711.tmp").write_text("{")  # half written, not yet renamed
+    assert Run.create(tmp_path, run_id="r", name="again").manifest["run"] == "r"
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.txt").write_text("mine")
+    with pytest.raises(StoreError, match="exists already"):
+        Run.create(tmp_path, run_id="other")
+
+
 def test_source_state_of_this_checkout_and_of_none(tmp_path: Path) -> None:
     assert conditions.source_state(tmp_path) == {"commit": None, "dirty": None}
     state = conditions.source_state()

@@ -124,9 +124,11 @@ class Run:
             try:
                 run.path.mkdir()
             except FileExistsError:
-                raise StoreError(
-                    f"The run {run.path} exists already. Open it to go on with it, or name another."
-                ) from None
+                # A folder without anything in it is what a kill between the folder and its manifest leaves.
+                if not run.path.is_dir() or any(not p.name.startswith(".manifest.json.") for p in run.path.iterdir()):
+                    raise StoreError(
+                        f"The run {run.path} exists already. Open it to go on with it, or name another."
+                    ) from None
         manifest = {
             "schema": SCHEMA,
             "run": run.id,
