@@ -9,7 +9,8 @@ is what the client adds to the median time from server to stamp.
 
 `sglang` starts a real server for a recipe and measures the same prompts with `sglang.benchmark.serving` (its own
 command line, called in this process because importing it takes 20 s) and with the client, in turns. Each pair of runs
-is a unit: the interval is that of the ratio of their medians. The last line is one JSON object.
+is a unit: the interval is that of the ratio of their medians. The last line is one JSON object, kept as a
+run too.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ import fake_server
 from sparkmoe import stats
 from sparkmoe.client import Client, generate_body, prompt_hash
 from sparkmoe.engine import Engine
+from sparkmoe.results import Run
 from sparkmoe.workload import Prompt, synthetic
 
 
@@ -195,9 +197,13 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=1)
     parser.add_argument("--input-tokens", type=int, default=256)
     parser.add_argument("--output-tokens", type=int, default=64)
+    parser.add_argument("--results", type=Path, default=Path("results"), help="where the run's folder is made")
     options = parser.parse_args()
+    run = Run.create(options.results, name=f"bench-client-{options.what}")
     if options.what == "delay":
-        print(json.dumps(delay()))  # noqa: T201
+        added = delay()
+        run.write_json("result.json", added)
+        print(json.dumps(added | {"run": str(run.path)}))  # noqa: T201
         return
     shape = (options.input_tokens, options.output_tokens)
     for recipe in options.recipe or ["baseline", "nextn"]:
@@ -207,7 +213,8 @@ def main() -> None:
         else:
             server = Engine(recipe, "auto", options.model, show=False)
         found = against_sglang(server, recipe, options.pairs, options.requests, shape)
-        print(json.dumps(found), flush=True)  # noqa: T201
+        run.write_json(f"{recipe}.json", found)
+        print(json.dumps(found | {"run": str(run.path)}), flush=True)  # noqa: T201
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
 
 serves a 12-layer random miniature (25 M parameters) whose drafts are accepted about three tokens long, plain and with
 NEXTN (K = 3), batch 1, greedy. With --prototype the same arms run on the package `sglang_torch_cpu` in that folder,
-measured in turns. The last line of the output is one JSON object: medians per arm, and the targets' figures.
+measured in turns. The last line of the output is one JSON object: medians per arm, and the targets' figures. Every
+boot's are kept as a run.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ import requests
 from sparkmoe.machine import Machine
 from sparkmoe.nano.random_checkpoint import make
 from sparkmoe.recipe import Recipe
+from sparkmoe.results import Run
 
 ALPHA = 0.88  # accept length of about 3 at K = 3
 PORT = 31990
@@ -157,7 +159,9 @@ def main() -> None:
     parser.add_argument("--prototype", type=Path)
     parser.add_argument("--boots", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--results", type=Path, default=Path("results"), help="where the run's folder is made")
     args = parser.parse_args()
+    run = Run.create(args.results, name="bench-torch-cpu")
     results: dict[str, list[dict[str, float]]] = {}
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -185,7 +189,9 @@ def main() -> None:
     rounded = {arm: {k: round(v, 3) for k, v in values.items()} for arm, values in arms.items()}
     machine = {"cores": os.cpu_count(), "boots": args.boots, "repeats": args.repeats}
     targets = {k: round(v, 3) for k, v in held.items()}
-    sys.stdout.write(json.dumps({"arms": rounded, "targets": targets, **machine}, ensure_ascii=False) + "\n")
+    found = {"arms": rounded, "targets": targets, **machine}
+    run.write_json("result.json", found | {"boots": results})
+    sys.stdout.write(json.dumps(found | {"run": str(run.path)}, ensure_ascii=False) + "\n")
 
 
 if __name__ == "__main__":

@@ -5,6 +5,8 @@ with three drafts, on problems and on prompts of random tokens: a draft is only 
 Agreement compares the server with `nano.model` token by token: same most likely token, same log-probability, and the
 number of drafts accepted in every round, which the reference predicts without drafting: it knows from every position
 what would have been drafted there. What the SwiGLU limits are worth is the reference against itself without them.
+
+Everything is kept as a run (`--results`): the figures in `result.json`, the conditions in `manifest.json`.
 """
 
 from __future__ import annotations
@@ -28,6 +30,7 @@ from sparkmoe.engine import Engine
 from sparkmoe.extraction import extract
 from sparkmoe.nano import bundle, problems
 from sparkmoe.nano.model import MLP, Experts, Ling, load_checkpoint
+from sparkmoe.results import Run
 
 MAX_NEW_TOKENS = 320
 
@@ -174,8 +177,10 @@ def main() -> None:
     parser.add_argument("--parallel", type=int, default=8)
     parser.add_argument("--draft-steps", type=int, default=3)
     parser.add_argument("--splits", default=",".join(problems.SPLITS), help="comma-separated, may be empty")
+    parser.add_argument("--results", type=Path, default=Path("results"), help="where the run's folder is made")
     args = parser.parse_args()
     folder = args.model or bundle.folder("bf16")
+    run = Run.create(args.results, name="nano-evaluate", model=folder.name)
     result: dict[str, Any] = {"model": str(folder.name), "count": args.count, "draft_steps": args.draft_steps}
     rng = random.Random(0)
     with Engine("nextn", "cpu", folder, show=False) as engine:
@@ -199,7 +204,8 @@ def main() -> None:
     model = load_checkpoint(folder)
     result["agreement"] = agreement(model, served, args.draft_steps)
     result["limits"] = worth_of_limits(model, served[:50])
-    print(json.dumps(result))  # noqa: T201
+    run.write_json("result.json", result)
+    print(json.dumps(result | {"run": str(run.path)}))  # noqa: T201
 
 
 if __name__ == "__main__":
