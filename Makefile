@@ -25,7 +25,7 @@ lab: $(READY)  ## open JupyterLab with the kernel ready
 
 test: $(READY)  ## lint, types and the whole test suite
 	@$(MAKE) --no-print-directory lint
-	@$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	@$(BIN)/python -m pytest -n 2 --dist loadgroup -m "not slow and not gpu" $(ARGS)
 
 lint: $(READY)  ## style and types only
 	@$(BIN)/ruff check lib tests notebooks

@@ -1,7 +1,7 @@
 """Fixtures that several test modules share: a private SPARKMOE_HOME, the random miniature, and live servers.
 
-A server costs 15 to 20 seconds, so `serve` hands out running ones: equal recipes share a server for the whole session,
-and at most `ALIVE` run at once (the longest unused is ended first), because each holds some 3 GiB.
+A server costs some 20 seconds, so `serve` hands out running ones: equal recipes share a server for the whole session,
+and at most `ALIVE` run at once (the longest unused is ended first), because each holds some 1.5 GiB.
 """
 
 import os
@@ -15,8 +15,15 @@ from sparkmoe.engine import Engine
 from sparkmoe.processes import end_all
 from sparkmoe.recipe import Recipe
 
-ALIVE = 2
+ALIVE = 3
 Serve = Callable[..., Engine]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With two workers (`-n 2 --dist loadgroup`) one takes all tests with servers, so that they can share them."""
+    for item in items:
+        if item.get_closest_marker("server"):
+            item.add_marker(pytest.mark.xdist_group("server"))
 
 
 @pytest.fixture(scope="session", autouse=True)
