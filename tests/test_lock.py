@@ -72,19 +72,13 @@ def test_a_spark_can_install_the_lock(tmp_path: Path) -> None:
     installed = {canonicalize_name(p.name.split("-")[0]) for p in (tmp_path / "target").glob("*.dist-info")}
     assert {"sglang", "torch", "flashinfer-python", "humming-kernels", "nvidia-cuda-nvcc"} <= installed
     assert len(installed) >= 0.9 * len(set(pinned))  # the rest are for x86-64 alone
-    machines = {elf_machine(path) for path in (tmp_path / "target").rglob("*.so*") if path.is_file()}
-    assert AARCH64 in machines
-    assert X86_64 not in machines
-
-
-X86_64, AARCH64 = 62, 183
-
-
-def elf_machine(path: Path) -> int | None:
-    """`e_machine` of a shared object, None for what is none."""
-    with path.open("rb") as file:
-        head = file.read(20)
-    return int.from_bytes(head[18:20], "little") if head.startswith(b"\x7fELF") else None
+    tags = {
+        (file.parent.name, platform)
+        for file in (tmp_path / "target").glob("*.dist-info/WHEEL")
+        for platform in re.findall(r"^Tag: \S+-\S+-(\S+)$", file.read_text(), re.M)
+    }
+    assert any(platform.endswith("aarch64") for _, platform in tags)
+    assert [(name, platform) for name, platform in tags if not platform.endswith(("aarch64", "any"))] == []
 
 
 @pytest.mark.network

@@ -4,12 +4,15 @@ import os
 import re
 import shlex
 import subprocess
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from sparkmoe.checkpoint import Checkpoint, inspect
 from sparkmoe.errors import RecipeError
+from sparkmoe.gates import pool_need
 from sparkmoe.machine import Machine
 from sparkmoe.recipe import DRAFT_HEAD_ENV, EVIDENCE_ENV, FP8_HEAD_ENV, RECIPES, Recipe
 
@@ -211,3 +214,39 @@ def test_the_fingerprint_is_that_of_what_runs(miniature: Path) -> None:
     others = {r.fingerprint(cpu, seen) for r in (RECIPES["baseline"], RECIPES["nextn"].with_(draft_steps=2))}
     assert first not in others
     assert RECIPES["nextn"].fingerprint(MACHINES["hopper"], seen) != first
+
+
+def test_two_sparks_share_one_model(miniature: Path) -> None:
+    spark = Machine.named("spark")
+    first, second = (Recipe.named("all_three").on_nodes(2, f"{n}/2", "192.168.100.1:20000") for n in (0, 1))
+    argv = first.command(spark, model="/m", port=1).argv
+    assert " ".join(argv).endswith("--tp-size 2 --nnodes 2 --node-rank 0 --dist-init-addr 192.168.100.1:20000")
+    assert list(first.diff(second)) == ["node_rank"]
+    alone = Recipe.named("all_three").on_nodes(1, "0/1", None)
+    assert "--tp-size" not in alone.command(spark, model="/m", port=1).argv
+    assert Recipe.named("baseline").with_(tp=2).why_not(replace(Machine.named("hopper"), gpu_count=2)) is None
+    whole, half = (pool_need(recipe, spark, inspect(miniature)) for recipe in (alone, first))
+    assert half["weights"] == whole["weights"] // 2
+    assert half["KV cache"] == whole["KV cache"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"tp": 3, "nodes": 2, "dist_init_addr": "a:1"}, "cannot be shared evenly by 2 nodes"),
+        ({"tp": 2, "nodes": 2}, "need dist_init_addr"),
+        ({"tp": 2, "nodes": 2, "dist_init_addr": "a:1", "node_rank": 2}, "not in 0…1"),
+        ({"tp": 2, "draft_steps": 3, "hot_vocab": "map.pt"}, "no hot vocabulary with tp=2"),
+    ],
+)
+def test_machines_that_do_not_fit_together_are_refused(changes: dict[str, Any], reason: str) -> None:
+    with pytest.raises(RecipeError, match=reason):
+        Recipe("several", **changes)
+    with pytest.raises(RecipeError, match="something like 0/2"):
+        Recipe("several").on_nodes(2, "second", None)
+
+
+def test_more_gpus_than_there_are_is_a_reason() -> None:
+    two = Recipe("two", tp=2)
+    assert two.why_not(Machine.named("spark")) == "tp=2 on 1 node(s) needs 2 GPUs each; this machine has 1"
+    assert two.why_not(Machine.named("cpu")) == "tp=2 on 1 node(s) needs 2 GPUs each; this machine has 0"

@@ -75,15 +75,23 @@ def serve(
     mem_fraction: Annotated[float | None, typer.Option(help="share of available memory; on a Spark 0.68")] = None,
     drain_s: Annotated[float, typer.Option(help="seconds that running requests get when the server ends")] = 60.0,
     patience_s: Annotated[float, typer.Option(help="with --keep: seconds without a token before a restart")] = 300.0,
+    tp: Annotated[int, typer.Option(help="GPUs to split the model over")] = 1,
+    node: Annotated[
+        str, typer.Option(help="this machine among several, as 0/2; the others run what --print shows")
+    ] = "0/1",
+    meet: Annotated[str | None, typer.Option(help="host:port on machine 0, where the machines meet")] = None,
 ) -> None:
     """Serve a recipe in the foreground until Ctrl-C or SIGTERM. Notebooks attach to it."""
     from sparkmoe.recipe import Recipe
 
     chosen = Recipe.named(recipe)
     chosen = chosen.with_(name=recipe, metrics=keep, mem_fraction=mem_fraction or chosen.mem_fraction)
+    chosen = chosen.on_nodes(tp, node, meet)
     if show:
         _print_command(chosen, machine, model, port, host)
         return
+    if chosen.node_rank:
+        raise SparkmoeError(f"machine {node} answers no requests; run there what `serve {recipe} … --print` shows")
     from sparkmoe import keeper
     from sparkmoe.notebooks_run import Interrupted, signals_raise
 

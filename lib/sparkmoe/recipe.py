@@ -63,6 +63,8 @@ class Recipe:
     `draft_steps` is K, the tokens drafted per verify step (0: no draft). `draft_head` is the head that the draft scores
     with: the target's, or an FP8 copy of a 16-bit one; "weight_only" and "unscaled" show the two ways in which sharing
     an FP8 head fails. `hot_vocab` is a map made by `sparkmoe hot-vocab`: the draft then scores these tokens alone.
+    `tp` splits every matrix over so many GPUs, the same number on each of `nodes` machines, of which this is number
+    `node_rank`; they meet at `dist_init_addr` (host:port on the first).
     `moe_activation="fp8"` asks Humming for FP8 activations. `context_length` above the model's own is refused.
     `extra_args` and `extra_env` reach the server unchanged, for what has no field.
     """
@@ -82,6 +84,10 @@ class Recipe:
     radix_cache: bool = True
     seed: int = 0
     metrics: bool = False
+    tp: int = 1
+    nodes: int = 1
+    node_rank: int = 0
+    dist_init_addr: str | None = None
     extra_args: tuple[str, ...] = ()
     extra_env: tuple[tuple[str, str], ...] = ()
 
@@ -102,6 +108,15 @@ class Recipe:
             raise RecipeError(f"recipe {self.name}: draft_head={self.draft_head!r} only fails with head='fp8'")
         if self.mem_fraction is not None and not 0.05 <= self.mem_fraction <= 0.95:
             raise RecipeError(f"recipe {self.name}: mem_fraction={self.mem_fraction} is not in 0.05…0.95")
+
+        if self.tp < 1 or self.nodes < 1 or self.tp % self.nodes:
+            raise RecipeError(f"recipe {self.name}: tp={self.tp} GPUs cannot be shared evenly by {self.nodes} nodes")
+        if not 0 <= self.node_rank < self.nodes:
+            raise RecipeError(f"recipe {self.name}: node_rank={self.node_rank} is not in 0…{self.nodes - 1}")
+        if self.nodes > 1 and not re.fullmatch(r"\S+:\d+", self.dist_init_addr or ""):
+            raise RecipeError(f"recipe {self.name}: {self.nodes} nodes need dist_init_addr, host:port of the first one")
+        if self.tp > 1 and self.hot_vocab:
+            raise RecipeError(f"recipe {self.name}: SGLang has no hot vocabulary with tp={self.tp}; drop one of them")
 
     @classmethod
     def named(cls, name: str) -> Recipe:
@@ -125,6 +140,13 @@ class Recipe:
             changes["name"] = f"{self.name}({','.join(changed)})" if changed else self.name
         return replace(self, **changes)
 
+    def on_nodes(self, tp: int, node: str, meet: str | None) -> Recipe:
+        """A copy for `tp` GPUs, on machine `node` ("0/2" is the first of two) of those that meet at `meet`."""
+        found = re.fullmatch(r"(\d+)/(\d+)", node)
+        if found is None:
+            raise RecipeError(f"{node!r} is no machine among several; expected something like 0/2")
+        return replace(self, tp=tp, node_rank=int(found[1]), nodes=int(found[2]), dist_init_addr=meet)
+
     def diff(self, other: Recipe) -> dict[str, tuple[Any, Any]]:
         """Fields that differ, name apart: field → (here, there)."""
         mine, theirs = asdict(self), asdict(other)
@@ -137,6 +159,11 @@ class Recipe:
         for need in needs:
             if reason := machine.why_not(need):
                 return reason
+        here = self.tp // self.nodes
+        if here > max(1, machine.gpu_count):
+            return f"tp={self.tp} on {self.nodes} node(s) needs {here} GPUs each; this machine has {machine.gpu_count}"
+        if self.tp > 1 and machine.profile == "cpu":
+            return f"tp={self.tp} needs NVIDIA GPUs; this machine runs on its CPU"
         if self.hot_vocab and not Path(self.hot_vocab).is_file():
             return f"there is no token map {self.hot_vocab}; make one with `sparkmoe hot-vocab`"
         if checkpoint is None:
@@ -230,6 +257,10 @@ class Recipe:
             argv += ["--speculative-token-map", str(Path(self.hot_vocab).absolute())] if self.hot_vocab else []
             env |= {DRAFT_HEAD_ENV: self.draft_head} if self.draft_head != "shared" else {}
         argv += ["--enable-metrics"] if self.metrics else []
+        argv += ["--tp-size", str(self.tp)] if self.tp > 1 else []
+        if self.nodes > 1:
+            argv += ["--nnodes", str(self.nodes), "--node-rank", str(self.node_rank)]
+            argv += ["--dist-init-addr", str(self.dist_init_addr)]
         argv += self.extra_args
         argv += ["--api-key", api_key] if api_key else []
         argv += ["--config", str(config)] if config else []
