@@ -1,5 +1,6 @@
 """Questions are loaded whole or refused with a sentence, and the prompt depends on the question alone."""
 
+import json
 import os
 from fractions import Fraction
 from pathlib import Path
@@ -8,7 +9,8 @@ import pytest
 
 from sparkmoe import gsm8k
 from sparkmoe.errors import DataError
-from sparkmoe.gsm8k import Question, few_shot, load, messages, miniature, shown_solution
+from sparkmoe.gsm8k import PUBLISHED, Question, exam, few_shot, load, messages, miniature, shown_solution
+from sparkmoe.machine import Machine
 
 GSM8K = Path(os.environ.get("SPARKMOE_GSM8K", Path(__file__).parents[2] / "shared" / "gsm8k"))
 needs_gsm8k = pytest.mark.skipif(not GSM8K.is_dir(), reason="no GSM8K folder here; SPARKMOE_GSM8K may name one")
@@ -103,3 +105,16 @@ def test_the_miniatures_problems_come_the_same_way() -> None:
     drawn = problems.split("instances", 20, 1)
     assert [question.number for question in questions] == [problem.result for problem in drawn]
     assert messages(questions[0]) == [{"role": "user", "content": drawn[0].question}]
+
+
+def test_an_exam_is_the_miniatures_on_a_cpu_and_gsm8k_as_published_elsewhere(tmp_path: Path) -> None:
+    own = exam(Machine.named("cpu"), 5)
+    assert [q.question for q in own.questions] == [q.question for q in miniature(count=5)]
+    assert (own.shots, own.sampling.temperature, own.sampling.max_new_tokens) == ([], 0.6, 512)
+    for name in ("test", "train"):
+        rows = [{"question": f"{name} {i}?", "answer": f"#### {i}"} for i in range(7)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    real = exam(Machine.named("spark"), 3, tmp_path)
+    assert [q.question for q in real.questions] == ["test 0?", "test 1?", "test 2?"]
+    assert [q.question for q in real.shots] == [f"train {i}?" for i in range(5)]
+    assert real.sampling == PUBLISHED

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from sparkmoe.errors import DataError
-from sparkmoe.gsm8k_compare import PUBLISHED, compare, flips_html, totals
+from sparkmoe.gsm8k_compare import PUBLISHED, accepted, compare, flips_html, totals
 from sparkmoe.gsm8k_run import Record
 from sparkmoe.sample import Sample
 from sparkmoe.stats import PairedTable, difference, mcnemar_p, non_inferiority
@@ -146,9 +146,24 @@ def test_arms_without_shared_questions_are_refused() -> None:
         compare([record(0), record(1)], [record(1)])
 
 
-def test_latency_is_only_given_for_one_question_at_a_time() -> None:
+def test_times_are_only_given_for_one_question_at_a_time() -> None:
     base, new = [record(i) for i in range(5)], [record(i, concurrency=4) for i in range(5)]
-    assert [m.name for m in compare(base, new).measures] == ["decode rate", "total decode time"]
+    assert compare(base, new).measures == ()
+    with pytest.raises(DataError, match="both arms must ask one question at a time"):
+        totals(compare(base, new))
+
+
+def test_the_verdict_is_one_row_and_says_what_is_not_ruled_out() -> None:
+    base, new = [record(i) for i in range(100)], [record(i, "wrong" if i < 2 else "right", 110) for i in range(100)]
+    assert compare(base, new).verdict() == {
+        "questions": "100",
+        "right": "100 → 98",
+        "flips": "2 lost, 0 won",
+        "McNemar p": "0.5",
+        "difference (points)": "-2.00 [-5.27, 1.35]",
+        "a loss of 1 point": "not ruled out (p = 0.72)",
+        "output tokens": "× 1.100 [1.100, 1.100]",
+    }
 
 
 def test_accept_length_weighs_steps_and_needs_drafts_in_both_arms() -> None:
@@ -160,6 +175,12 @@ def test_accept_length_weighs_steps_and_needs_drafts_in_both_arms() -> None:
     assert (measure.name, measure.base.estimate) == ("accept length", 2.5)
     assert compare(arm, [record(0), record(1)]).measures[-1].name == "P95 latency"
     assert list(compare(arm, arm).by_question()["new_accept_length"]) == [1.0, 3.0]
+
+
+def test_accepted_drafts_are_added_up_over_answers() -> None:
+    histograms = [(4, 2, 0, 1), (1, 0, 3), None]
+    samples = [record(i, sample={"accept_histogram": h}).sample for i, h in enumerate(histograms)]
+    assert accepted(samples) == [5, 2, 3, 1]
 
 
 def test_flipped_questions_can_be_browsed_side_by_side() -> None:

@@ -13,7 +13,7 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -21,6 +21,7 @@ from typing import Any, Literal
 
 from sparkmoe.errors import DataError
 from sparkmoe.extraction import reference_number
+from sparkmoe.machine import Machine
 
 Split = Literal["train", "test"]
 TEST_QUESTIONS = 1319
@@ -107,6 +108,24 @@ def miniature(split: str = "instances", count: int = 500, seed: int = 0) -> list
 
     drawn = problems.split(split, count, seed)
     return questions_from(({"question": p.question, "answer": p.answer} for p in drawn), f"nano problems, {split}")
+
+
+@dataclass(frozen=True)
+class Exam:
+    """What is asked, and how: questions, the worked examples shown before each, and the sampling."""
+
+    questions: list[Question]
+    shots: list[Question]
+    sampling: Sampling
+
+
+def exam(machine: Machine, count: int | None = None, folder: Path | str = "") -> Exam:
+    """What a machine's default model is examined in: nano Ling in its own problems on a CPU (500 of them, which it
+    solves without examples in some 100 tokens each), else the first `count` test questions of GSM8K as published."""
+    if machine.profile == "cpu":
+        return Exam(miniature(count=count or 500), [], replace(PUBLISHED, max_new_tokens=512))
+    place = Path(folder) if folder else None
+    return Exam(load("test", place)[:count], few_shot(place), PUBLISHED)
 
 
 def _from_hub(split: Split) -> Iterable[Mapping[str, Any]]:

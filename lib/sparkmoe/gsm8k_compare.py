@@ -13,8 +13,9 @@ the next boot will be off: for that there is `bench`.
 """
 
 import html
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -23,6 +24,7 @@ from scipy.stats import bootstrap
 
 from sparkmoe.errors import DataError
 from sparkmoe.gsm8k_run import Record
+from sparkmoe.sample import Sample
 from sparkmoe.stats import (
     RESAMPLES,
     Floats,
@@ -86,8 +88,8 @@ class Measure:
 class Comparison:
     """What `compare` found on the questions that both arms answered (`base` and `new`, in the same order).
 
-    `measures` hold latencies only where both arms asked one question at a time. `left_out` counts questions that one
-    arm lacks or failed to answer."""
+    `measures` hold times only where both arms asked one question at a time. `left_out` counts questions that one arm
+    lacks or failed to answer."""
 
     base: tuple[Record, ...]
     new: tuple[Record, ...]
@@ -115,6 +117,20 @@ class Comparison:
                 row |= {f"{arm}_{name}": getattr(record.sample, name) for name in columns}
             rows.append(row)
         return pd.DataFrame(rows)
+
+    def verdict(self) -> dict[str, str]:
+        """What was found about accuracy and length, as a row of a table: base → new."""
+        t, proven = self.table, self.non_inferiority
+        return {
+            "questions": str(t.n),
+            "right": f"{t.both + t.only_base} → {t.both + t.only_new}",
+            "flips": f"{t.only_base} lost, {t.only_new} won",
+            "McNemar p": f"{self.p_value:.3g}",
+            "difference (points)": self.difference.text(2, 100),
+            f"a loss of {100 * proven.margin:g} point": f"{'' if proven.shown else 'not '}ruled out "
+            f"(p = {proven.p_value:.2g})",
+            "output tokens": f"× {self.length.total.text(3)}",
+        }
 
     def text(self) -> str:
         """The findings in sentences, for a notebook or a terminal."""
@@ -175,10 +191,17 @@ def compare(base: Sequence[Record], new: Sequence[Record], *, margin: float = MA
 
 
 def totals(comparison: Comparison) -> Totals:
-    """A comparison in the form of a published one."""
-    rate = next(m for m in comparison.measures if m.name == "decode rate")
+    """A comparison in the form of a published one. DataError where no decode rate is known: not asked one by one."""
+    rate = next((m for m in comparison.measures if m.name == "decode rate"), None)
+    if rate is None:
+        raise DataError("there is no decode rate: both arms must ask one question at a time, and stream the answers")
     base_tokens, new_tokens = (float(_tokens(arm).sum()) for arm in (comparison.base, comparison.new))
     return Totals(comparison.table, base_tokens, new_tokens, rate.base.estimate, rate.new.estimate)
+
+
+def accepted(samples: Iterable[Sample]) -> list[int]:
+    """Verify steps that accepted exactly 0, 1, … drafts, over all samples; those without a draft count none."""
+    return [sum(column) for column in zip_longest(*(s.accept_histogram or () for s in samples), fillvalue=0)]
 
 
 def flips_html(comparison: Comparison) -> str:
@@ -216,10 +239,10 @@ def _decoding(records: Sequence[Record]) -> tuple[Floats, Floats]:
 def _measures(base: Sequence[Record], new: Sequence[Record], seed: int) -> list[Measure]:
     found = []
     (b_tokens, b_s), (n_tokens, n_s) = _decoding(base), _decoding(new)
-    if b_s.sum() > 0 and n_s.sum() > 0:
-        found.append(_measure("decode rate", "tok/s", _rate, (b_tokens, b_s), (n_tokens, n_s), seed))
-        found.append(_measure("total decode time", "s", _total, (b_s,), (n_s,), seed))
     if all(record.concurrency == 1 and record.sample.latency_ms for record in (*base, *new)):
+        if b_s.sum() > 0 and n_s.sum() > 0:
+            found.append(_measure("decode rate", "tok/s", _rate, (b_tokens, b_s), (n_tokens, n_s), seed))
+            found.append(_measure("total decode time", "s", _total, (b_s,), (n_s,), seed))
         b_ms, n_ms = (np.array([record.sample.latency_ms for record in arm], dtype=float) for arm in (base, new))
         for name, statistic in (
             ("mean latency", np.mean),
