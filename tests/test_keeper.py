@@ -132,6 +132,27 @@ def test_one_that_does_not_come_back_is_given_up(boot: Callable[[], Engine], tmp
     assert [line.split(":")[0] for line in said[1:]] == ["start 2 of 3 failed"]
 
 
+def test_a_command_keeps_one_port_and_one_key(boot: Callable[[], Engine], miniature: Path) -> None:
+    seen: list[tuple[str, str]] = []
+    said: list[str] = []
+
+    def ready(engine: Engine) -> None:
+        seen.append((engine.url, engine.api_key))
+        if len(seen) == 2:
+            raise Done
+        os.kill(engine.pid, signal.SIGKILL)
+
+    served = {"port": None, "host": "0.0.0.0", "api_key": None, "grace_s": 5.0}
+    with pytest.raises(Done):
+        keeper.keep(Recipe("baseline"), "cpu", miniature, said.append, ready, patience_s=5.0, **served)
+    assert seen[0] == seen[1]
+    assert len(seen[0][1]) == 48
+    assert said[0].startswith("0.0.0.0 is open to the network without encryption")
+    with pytest.raises(EngineError, match="the server of recipe baseline ended"):
+        keeper.once(Recipe("baseline"), "cpu", miniature, lambda engine: os.kill(engine.pid, signal.SIGKILL), **served)
+    assert records() == []
+
+
 def test_an_interrupt_ends_the_server(boot: Callable[[], Engine], own_home: Path) -> None:
     def interrupt(engine: Engine) -> None:
         raise KeyboardInterrupt
