@@ -61,6 +61,8 @@ SOUND = Recorded(
     swaps=SWAPS,
     kernel_log="NVRM: loading NVIDIA UNIX Open Kernel Module for aarch64  580.95.05\n",
     load=json.dumps(LOAD),
+    cxx="c++ (Ubuntu 13.3.0-6ubuntu2~24.04) 13.3.0",
+    python_h=True,
     ptxas={"/lock/ptxas": PTXAS, "/triton/ptxas-blackwell": PTXAS.replace("13.5", "13.3")},
     packages={"flashinfer-python": "0.7.2", "humming-kernels": "0.1.12", "triton": "3.8.0", "torch": "2.14.1"},
     objects=(96, 96),
@@ -137,6 +139,8 @@ CONDITIONS: dict[str, tuple[dict[str, Any], str, str, str]] = {
         {"ptxas": {"/usr/local/cuda/bin/ptxas": PTXAS.replace("13.5", "12.8")}}, "ptxas", "fail", "TRITON_PTXAS_PATH"),
     "a ptxas that does not run": (
         {"ptxas": {"/opt/ptxas": "cannot execute binary file: Exec format error"}}, "ptxas", "fail", "Exec format"),
+    "no compiler": ({"cxx": ""}, "compiler", "fail", "no c++"),
+    "Python without its headers": ({"python_h": False}, "compiler", "fail", "python3-dev"),
     "no ptxas": ({"ptxas": {}}, "ptxas", "fail", "none found"),
     "Humming asks for a memory clock": (
         {"load": load(humming_gb_s=None, humming_error="NVMLError_NotSupported: Not Supported")}, "humming bandwidth",

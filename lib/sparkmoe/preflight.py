@@ -137,6 +137,10 @@ def _toolchain(seen: Recorded) -> Iterator[Finding]:
     wrong, found = bool(differ) or not main, ", ".join([f"flashinfer-python {main or 'missing'}", *differ])
     advice = "install the lock anew: make spark-install" if wrong else ""
     yield Finding("flashinfer", "fail" if wrong else "ok", found, "equal versions, or no cubin package", advice)
+    lacking = [what for what, there in (("c++", seen.cxx), ("Python.h", seen.python_h)) if not there]
+    advice = "Triton and FlashInfer compile while serving: apt-get install g++ python3-dev" if lacking else ""
+    found = f"no {', no '.join(lacking)}" if lacking else f"{seen.cxx}, Python.h"
+    yield Finding("compiler", "fail" if lacking else "ok", found, "c++ and Python.h", advice)
     if not seen.ptxas:
         yield Finding("ptxas", "fail", "none found", "one that knows sm_121a", "install the lock: it brings nvcc")
     for path, text in seen.ptxas.items():

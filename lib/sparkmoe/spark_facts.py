@@ -16,6 +16,7 @@ import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ class Recorded:
     swaps: str = ""
     kernel_log: str = ""
     load: str = ""
+    cxx: str = ""  # first line of `c++ --version`
+    python_h: bool = False
     ptxas: dict[str, str] = field(default_factory=dict)
     packages: dict[str, str] = field(default_factory=dict)
     objects: tuple[int, int] = (0, 0)  # compiled and all of FlashInfer's fused MoE, (0, 0) where it was never begun
@@ -123,6 +126,8 @@ def collect(config: dict[str, Any] | None = None, *, load: bool = True) -> Recor
         swaps=_text("/proc/swaps"),
         kernel_log=ask("journalctl", "--dmesg", "--boot", "--lines=4000", "--output=cat"),
         load=ask(sys.executable, "-m", "sparkmoe.spark_load", timeout_s=120.0) if load else "",
+        cxx=ask("c++", "--version").split("\n")[0],
+        python_h=Path(sysconfig.get_path("include"), "Python.h").is_file(),
         ptxas={str(path): ask(str(path), "--version") for path in assemblers()},
         packages={name: version for name in PACKAGES if (version := _version(name))},
         objects=compiled_objects(),
