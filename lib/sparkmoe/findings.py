@@ -16,8 +16,8 @@ State = Literal["ok", "warn", "fail"]
 # From cause to effect: a name in front can explain those behind it. Names that are not listed come last.
 _CAUSES_FIRST = (
     "driver answers", "driver wedge", "GPU", "driver", "other SGLang", "GPU processes", "huge pages", "swap",
-    "sglang", "packages", "flashinfer", "compiler", "ptxas", "state", "results", "disk", "model", "config", "memory total",
-    "memory", "port", "temperature", "clock", "bandwidth", "kernels", "humming bandwidth",
+    "sglang", "packages", "flashinfer", "compiler", "ptxas", "state", "results", "disk", "model", "config",
+    "memory total", "memory", "port", "temperature", "clock", "bandwidth", "kernels", "humming bandwidth",
 )  # fmt: skip
 
 
