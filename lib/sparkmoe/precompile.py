@@ -32,7 +32,7 @@ from pathlib import Path
 import psutil
 
 from sparkmoe.errors import MachineError
-from sparkmoe.machine import GIB, available_bytes, home
+from sparkmoe.machine import GIB, available_bytes, home, read_gpu
 
 ARCH = "12.1a"
 JOB_BYTES = 7 * GIB  # what one compiler is given; four of them were seen at 27 GB
@@ -78,7 +78,13 @@ def build_environment(arch: str = ARCH) -> dict[str, str]:
 
 
 def plan() -> Path:
-    """Have FlashInfer write its build file; returns the path of `build.ninja`. Takes the seconds of importing torch."""
+    """Have FlashInfer write its build file; returns the path of `build.ninja`. Takes the seconds of importing torch.
+
+    Raises MachineError on a machine with another GPU, whose servers must not be started with this build's environment.
+    """
+    gpu = read_gpu()
+    if gpu is not None and gpu["compute_capability"] != (12, 1):
+        raise MachineError(f"these kernels are for a GB10 (sm_121a); this machine has {gpu['gpu_name']}")
     toolkit()
     # The module's name holds 120 for every GPU of compute capability 12.x; the architecture list makes it sm_121a.
     code = (
