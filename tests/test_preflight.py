@@ -2,12 +2,16 @@
 public reports and known formats, and each condition changes one of them."""
 
 import json
+import sys
+import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from sparkmoe import conditions, spark_load
 from sparkmoe.findings import Finding, verdict
 from sparkmoe.preflight import examine
 from sparkmoe.spark_facts import (
@@ -239,3 +243,27 @@ def test_objects_are_counted_in_flashinfers_cache(tmp_path: Path) -> None:
     rules = [f"build {o}: cuda_compile /src/{o.stem}.cu" for o in (made, missing)]
     (module / "build.ninja").write_text("\n".join([*rules, f"build {module / 'm.so'}: link {made} {missing}"]))
     assert compiled_objects(tmp_path, version="0.7.2") == (1, 2)
+
+
+def test_the_load_measures_what_the_checks_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With stand-ins for torch, NVML and Humming's own look at it: a GB10 without a memory clock."""
+
+    def not_supported() -> float:
+        raise RuntimeError("Not Supported")
+
+    device = SimpleNamespace(sum=lambda: None)
+    cuda = SimpleNamespace(mem_get_info=lambda: (7 << 30, 120 << 30), synchronize=lambda: time.sleep(0.002))
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(ones=lambda *_, **__: device, float32=None, cuda=cuda))
+    asked = SimpleNamespace(calculate_gpu_bandwidth=not_supported)
+    monkeypatch.setitem(sys.modules, "humming", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "humming.utils", SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "humming.utils.device", asked)
+    facts = iter([{"sm_mhz": 2400, "power_w": 40.0}, {"sm_mhz": 2410, "power_w": 50.0}] * 99)
+    monkeypatch.setattr(conditions, "nvml_facts", lambda: {"gpus": [next(facts)]})
+    monkeypatch.setattr(spark_load, "_SECONDS", 0.1)
+    seen = spark_load.measure()
+    assert (seen["free_bytes"], seen["humming_error"]) == (7 << 30, "RuntimeError: Not Supported")
+    assert 2400 <= seen["sm_mhz"] <= 2410
+    assert "temperature_c" not in seen
+    states = {f.what: f.state for f in examine(replace(SOUND, load=json.dumps(seen)))}
+    assert (states["clock"], states["humming bandwidth"]) == ("ok", "fail")
