@@ -44,11 +44,13 @@ def make(
     memory_bytes: float = 1.5e9,
     ready_s: float = 17.0,
     boots: int = 1,
+    disturbed: str | None = None,
     seed: int = 0,
     **conditions: Any,
 ) -> Path:
     """A run of 02, 05 and 06 under `root`. `slower` multiplies an arm's TPOT, `machine_slower` everybody's;
-    `disengaged` names an arm whose lever is off, which ends its notebook there."""
+    `disengaged` names an arm whose lever is off, which ends its notebook there; `disturbed` one that other programs
+    kept from computing now and then."""
     run = Run.create(root, run_id=run_id, notebooks=["02_baseline", "05_mtp_nextn", "06_gsm8k"], quick=True)
     rng = np.random.default_rng(seed)
     accepted = ACCEPT | (accept or {})
@@ -66,7 +68,9 @@ def make(
                 break
             base = TPOT_MS[arm] * machine_slower * (slower or {}).get(arm, 1.0)
             for boot, request in product(range(boots), range(6)):
-                one = sample(base * float(np.exp(0.004 * rng.standard_normal())), accepted.get(arm), request)
+                late = (1.0, 4.0, 9.0)[request % 3] if arm == disturbed else 1.0
+                took = base * late * float(np.exp(0.004 * rng.standard_normal()))
+                one = sample(took, accepted.get(arm), request)
                 line = {"arm": arm, "boot": boot, "request": request, "spoiled": [], "sample": one, "concurrency": 1}
                 folder.append(jsonable(line))
             facts = {"arm": arm, "boot": 0, "bandwidth_before_gb_s": bandwidth_gb_s}

@@ -6,6 +6,10 @@ bandwidth is probed around every boot, so where the reference itself got slower,
 it counts; if nothing is left, the row says "slow machine" and does not fail. A machine that loses speed without losing
 bandwidth (a core taken away) looks like a slow change, which is the safe side.
 
+A machine whose load changes within minutes spoils ratios too: the arm that was measured in the bad minute looks slow.
+But a slow change makes every answer slower by the same factor, while a disturbance scatters them. So where the
+quartiles of an arm's times lie further apart than `DISTURBED`, and did not in the baseline, its row is to look at.
+
 Every metric has a limit, what nobody would accept, and a noise floor, what two runs of the same thing differ by. A row
 fails where the loss exceeds both and its interval excludes no change. Where an arm had a single boot, the interval
 knows nothing of other boots, so the floor is higher: a quick run finds what is broken, a full run what got slower.
@@ -22,6 +26,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
+
 from sparkmoe import baseline as baselines
 from sparkmoe import stats
 from sparkmoe.chapters import Chapter, chapters
@@ -33,6 +39,9 @@ SCHEMA = "sparkmoe.gate/1"
 THRESHOLDS = Path(__file__).parent / "gate.toml"
 METRICS = ("engagement", "checks", "accept_length", "tpot_ratio", "tpot", "accuracy", "memory", "start")
 ENGAGED = " is engaged"
+DISTURBED = 2.0
+"""Upper ÷ lower quartile of an arm's times. 30 arms measured on two busy cores had up to 1.5; three that were measured
+while other programs kept both cores busy had 2.4 and more."""
 State = Literal["pass", "look", "fail", "skip"]
 Numbers = Mapping[str, Any]
 
@@ -238,17 +247,26 @@ class _Judge:
             pair = [stats.summarize(numbers["accept_length"]).estimate for numbers in (mine, theirs)]
             yield self._row(notebook, "accept_length", label, change, *(f"{x:.2f}" for x in pair), void=void)
         if theirs["tpot_ms"] and mine["tpot_ms"]:
+            scattered = _scattered(now, base, arm) or _scattered(now, base, now["reference"])
             if arm == base["reference"] == now["reference"]:
                 change = stats.ratio(mine["tpot_ms"], theirs["tpot_ms"])
                 pair = [stats.summarize(numbers["tpot_ms"]).estimate for numbers in (mine, theirs)]
                 texts = [f"{x:.2f} ms" for x in pair]
-                yield self._row(notebook, "tpot", label, change, *texts, void=void, lost=self.lost)
+                yield self._row(notebook, "tpot", label, change, *texts, void=void, lost=self.lost, scattered=scattered)
             elif base["reference"] == now["reference"]:
                 gains = [
                     stats.ratio(b["arms"][b["reference"]]["tpot_ms"], b["arms"][arm]["tpot_ms"]) for b in (now, base)
                 ]
                 change = _divided(gains[1], gains[0])
-                yield self._row(notebook, "tpot_ratio", label, change, *(f"{g.text()} ×" for g in gains), void=void)
+                yield self._row(
+                    notebook,
+                    "tpot_ratio",
+                    label,
+                    change,
+                    *(f"{g.text()} ×" for g in gains),
+                    void=void,
+                    scattered=scattered,
+                )
         shared = [problem for problem in theirs["correct"] if problem in mine["correct"]]
         if shared:
             table = stats.PairedTable.of([theirs["correct"][p] for p in shared], [mine["correct"][p] for p in shared])
@@ -256,7 +274,7 @@ class _Judge:
 
     def _row(
         self, notebook: str, metric: str, what: str, change: Interval, found: str, base: str, *,
-        void: str = "", lost: float = 1.0,
+        void: str = "", lost: float = 1.0, scattered: str = "",
     ) -> Row:  # fmt: skip
         """`change` is a ratio that grows when things get worse, before what the machine `lost` is taken off."""
         most = self.limits.get(metric, Limit()).most(one_boot=change.unit == "request")
@@ -270,6 +288,8 @@ class _Judge:
             return Row(*row, "pass", found, expected)
         if left <= 1 + most:
             return Row(*row, "look", shown, expected, f"slow machine: its bandwidth lost {lost - 1:.0%} as well")
+        if scattered:
+            return Row(*row, "look", shown, expected, scattered)
         if change.n > 1 and not (change.known and change.low / lost > 1):
             return Row(*row, "look", shown, expected, "not told apart from no change")
         return Row(*row, "fail", shown, expected)
@@ -294,6 +314,19 @@ class _Judge:
                 texts = [f"{value / scale:.2f} {unit}" for value in (now, before)]
                 lost = self.lost if metric == "start" else 1.0
                 yield self._row(notebook, metric, arm, change, *texts, void=self.void, lost=lost)
+
+
+def _scattered(now: Numbers, base: Numbers, arm: str) -> str:
+    """Why an arm's times say little; "" where they lie together, or lay as far apart in the baseline."""
+    spreads = []
+    for bench in (now, base):
+        boots = [boot for boot in bench["arms"].get(arm, {}).get("tpot_ms", []) if len(boot) > 3]
+        ends = [np.percentile(boot, (25, 75)) for boot in boots]
+        spreads.append(max((float(high / low) for low, high in ends), default=1.0))
+    if spreads[0] <= max(DISTURBED, spreads[1]):
+        return ""
+    apart = f"{spreads[0]:.1f} × apart, {spreads[1]:.1f} × in the baseline"
+    return f"disturbed machine: quartiles of {arm} {apart}; measure again"
 
 
 def _divided(a: Interval, b: Interval) -> Interval:
