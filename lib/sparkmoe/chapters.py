@@ -258,10 +258,10 @@ def latest(root: Path | str) -> list[Chapter]:
 
 def ladder(found: Sequence[Chapter]) -> list[Arm]:
     """The bench with most different sets of levers: the reference, then the fastest arm of each, slowest first; [] if
-    none was timed. Of two equal benches the later notebook's counts."""
+    none was timed. Of two equal benches the later notebook's counts. Arms that were graded did not take turns."""
     best: dict[tuple[str, str, bool], Arm] = {}
     for chapter in found:
-        for bench in chapter.benches:
+        for bench in (bench for bench in chapter.benches if not bench.graded):
             rungs: dict[tuple[str, str, bool], Arm] = {}
             for arm in chapter._arms(bench):
                 if arm.levers not in rungs or arm.tpot_ms.estimate < rungs[arm.levers].tpot_ms.estimate:
