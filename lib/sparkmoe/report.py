@@ -152,7 +152,7 @@ def _accuracy(what: str, table: PairedTable, seen: gsm8k_compare.Totals | None) 
     proven = non_inferiority(table, gsm8k_compare.MARGIN)
     return {
         "pair": what,
-        "right": f"{table.both + table.only_new} and {table.both + table.only_base} of {table.n}",
+        "right (new, base)": f"{table.both + table.only_new}, {table.both + table.only_base} of {table.n}",
         "difference (points)": difference(table).text(2, 100),
         "a loss of a point": f"{'ruled out' if proven.shown else 'not ruled out'} (p = {proven.p_value:.2g})",
         "decode rate": f"{seen.rate_gain:.2f} ×" if seen else "–",
