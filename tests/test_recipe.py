@@ -21,7 +21,10 @@ RUNNABLE = [
     (recipe, machine) for recipe in RECIPES.values() for machine in MACHINES.values() if recipe.why_not(machine) is None
 ]
 # Read by PyTorch, OpenMP, Hugging Face's hub or our plugin; SGLang's own registry does not know them.
-FOREIGN_ENV = {"HF_HUB_OFFLINE", "OMP_NUM_THREADS", "TORCH_COMPILE_DISABLE", FP8_HEAD_ENV, EVIDENCE_ENV, DRAFT_HEAD_ENV}
+FOREIGN_ENV = {
+    "HF_HUB_OFFLINE", "OMP_NUM_THREADS", "GOMP_SPINCOUNT", "MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_",
+    "TORCH_COMPILE_DISABLE", FP8_HEAD_ENV, EVIDENCE_ENV, DRAFT_HEAD_ENV,
+}  # fmt: skip
 
 
 def flags(recipe: Recipe, machine: Machine) -> tuple[str, ...]:

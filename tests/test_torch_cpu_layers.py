@@ -284,3 +284,20 @@ def test_kda_layers_share_the_loaded_weights(lings):
     experts = machine.network.blocks[-1].mlp.experts
     assert layer.weight.shape[0] == 5 * 64 + 2
     assert experts.each[0][0].data_ptr() == experts.w13.data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("rows", "idle", "expected"),
+    [(1, 7, 1), (4, 7, 2), (4, 0, 1), (64, 1, 2), (1024, 7, 8), (1024, 3, 4), (1024, 0, 1)],
+)
+def test_threads_go_only_to_cores_that_nobody_wants(monkeypatch, rows, idle, expected):
+    monkeypatch.setattr(cpu, "idle_cores", lambda: idle)
+    assert cpu.threads(rows) == expected
+
+
+def test_a_busy_process_makes_one_core_fewer_idle(monkeypatch):
+    monkeypatch.setattr(cpu.os, "sched_getaffinity", lambda _: range(10_000))
+    before = cpu.idle_cores()
+    assert 0 < before < 10_000  # this process at least is running
+    monkeypatch.setattr(cpu.os, "sched_getaffinity", lambda _: range(1))
+    assert cpu.idle_cores() == 0

@@ -21,19 +21,29 @@ from sparkmoe.sglang_plugin.torch_cpu.layers import Block, KdaLayer, Pass, rotar
 from sparkmoe.sglang_plugin.torch_cpu.ops import rms_norm
 
 ATTRIBUTE = "torch_cpu_network"
-_CORES = len(os.sched_getaffinity(0))
 _FEW_ROWS = 64
 
 
 def threads(rows: int) -> int:
-    """How many threads a pass over `rows` tokens is worth.
+    """How many threads a pass over `rows` tokens is worth now.
 
-    One token leaves 20 µs of work to an operator, too little to share, and other processes of the server wait for a
-    core. A few drafted tokens read most experts: two threads read faster than one. A prompt takes what there is.
+    One token leaves 20 µs of work to an operator, too little to share. A few drafted tokens read most experts: two
+    threads read faster than one. A prompt takes what is free. But only cores that nobody else wants: threads meet at
+    the end of every operator, and one that waits for its turn on a busy core makes all of them wait, thirty times as
+    long as the work takes.
     """
-    if rows == 1:
-        return 1
-    return min(_CORES, 2 if rows <= _FEW_ROWS else 8)
+    wanted = 1 if rows == 1 else 2 if rows <= _FEW_ROWS else 8
+    return 1 if wanted == 1 else max(1, min(wanted, idle_cores() + 1))
+
+
+def idle_cores() -> int:
+    """Cores of this process that nobody computes on at this moment, its own aside (Linux: /proc/loadavg)."""
+    try:
+        with open("/proc/loadavg", "rb") as file:
+            running = int(file.read().split()[3].split(b"/")[0])
+    except (OSError, ValueError, IndexError):
+        return 0
+    return max(0, len(os.sched_getaffinity(0)) - running)
 
 
 class Network:
