@@ -108,8 +108,11 @@ def test_the_miniatures_problems_come_the_same_way() -> None:
 
 
 def test_an_exam_is_the_miniatures_on_a_cpu_and_gsm8k_as_published_elsewhere(tmp_path: Path) -> None:
-    own = exam(Machine.named("cpu"), 5)
-    assert [q.question for q in own.questions] == [q.question for q in miniature(count=5)]
+    own = exam(Machine.named("cpu"), 12)
+    asked = [q.question for q in own.questions]
+    assert asked[4::5] == [q.question for q in miniature("templates", 2)]
+    assert [q for i, q in enumerate(asked) if i % 5 != 4] == [q.question for q in miniature(count=10)]
+    assert [q.index for q in own.questions] == list(range(12))
     assert (own.shots, own.sampling.temperature, own.sampling.max_new_tokens) == ([], 0.6, 512)
     for name in ("test", "train"):
         rows = [{"question": f"{name} {i}?", "answer": f"#### {i}"} for i in range(7)]

@@ -37,9 +37,12 @@ RUN_ENV = "SPARKMOE_RUN"
 # Minutes on two cores, quick and full, for what is said before a run starts.
 MINUTES = {
     "00_preflight": (1.5, 1.5),
+    "01_profile_decode": (2.0, 20.0),
     "02_baseline": (3.0, 12.0),
     "03_humming_moe": (0.6, 0.6),
     "05_mtp_nextn": (6.0, 25.0),
+    "06_gsm8k": (3.0, 9.0),
+    "08_report": (0.2, 0.5),
 }
 _UNKNOWN_MINUTES = (2.0, 20.0)
 _PR_SET_PDEATHSIG = 1
