@@ -108,22 +108,25 @@ class Comparison:
 
     def by_question(self) -> pd.DataFrame:
         """One row a question: status, extracted number, output tokens, accept length and times of both arms."""
-        columns = ("completion_tokens", "accept_length", "tpot_ms", "latency_ms")
+        columns = ("completion_tokens", "tpot_ms", "latency_ms")
         rows = []
         for b, n in zip(self.base, self.new, strict=True):
             row: dict[str, Any] = {"request": b.request, "question": b.question, "reference": b.reference}
             for arm, record in (("base", b), ("new", n)):
                 row |= {f"{arm}_status": record.status, f"{arm}_extracted": record.extracted}
                 row |= {f"{arm}_{name}": getattr(record.sample, name) for name in columns}
+                row[f"{arm}_accept_length"] = accept_length([record.sample])
             rows.append(row)
         return pd.DataFrame(rows)
 
     def verdict(self) -> dict[str, str]:
         """What was found about accuracy and length, as a row of a table: base → new."""
         t, proven = self.table, self.non_inferiority
+        cut = [sum(record.status == "truncated" for record in arm) for arm in (self.base, self.new)]
         return {
             "questions": str(t.n),
             "right": f"{t.both + t.only_base} → {t.both + t.only_new}",
+            "truncated": f"{cut[0]} → {cut[1]}",
             "flips": f"{t.only_base} lost, {t.only_new} won",
             "McNemar p": f"{self.p_value:.3g}",
             "difference (points)": self.difference.text(2, 100),
@@ -131,29 +134,6 @@ class Comparison:
             f"(p = {proven.p_value:.2g})",
             "output tokens": f"× {self.length.total.text(3)}",
         }
-
-    def text(self) -> str:
-        """The findings in sentences, for a notebook or a terminal."""
-        n, points = self.table.n, 100.0
-        right = self.table.both + self.table.only_base, self.table.both + self.table.only_new
-        cut = [sum(record.status == "truncated" for record in arm) for arm in (self.base, self.new)]
-        proven = self.non_inferiority
-        lines = [
-            f"accuracy: base {right[0]} of {n} = {points * right[0] / n:.2f} %, "
-            f"new {right[1]} of {n} = {points * right[1] / n:.2f} %",
-            f"both right {self.table.both}, only base {self.table.only_base}, only new {self.table.only_new}, "
-            f"neither {self.table.neither}; exact McNemar p = {self.p_value:.3g}",
-            f"difference in points: {self.difference.text(2, points)}; a loss of {points * proven.margin:g} point "
-            f"or more is {'ruled out' if proven.shown else 'not ruled out'} (p = {proven.p_value:.3g})",
-            f"output tokens: × {self.length.total.text(3)}, p = {self.length.p_value:.3g}",
-        ]
-        for m in self.measures:
-            lines.append(f"{m.name} ({m.unit}): {m.base.text()} → {m.new.text()}, × {m.ratio.text(3)}")
-        if any(cut):
-            lines.append(f"truncated, counted as not right: base {cut[0]}, new {cut[1]}")
-        if self.left_out:
-            lines.append(f"left out: {self.left_out} questions that not both arms answered")
-        return "\n".join([*lines, f"note: {_NOTE}"])
 
 
 def compare(base: Sequence[Record], new: Sequence[Record], *, margin: float = MARGIN, seed: int = 0) -> Comparison:
@@ -265,11 +245,11 @@ def _measures(base: Sequence[Record], new: Sequence[Record], seed: int) -> list[
 
 def _acceptance(records: Sequence[Record]) -> tuple[Floats, Floats] | None:
     """(tokens, verify steps) of each answer, or None where no draft was at work."""
-    samples = [record.sample for record in records]
-    if not all(sample.spec_verify_ct and sample.accept_length for sample in samples):
+    counts = [accepted([record.sample]) for record in records]
+    if not all(map(sum, counts)):
         return None
-    steps = np.array([sample.spec_verify_ct for sample in samples], dtype=float)
-    return steps * np.array([sample.accept_length for sample in samples], dtype=float), steps
+    tokens = [sum((k + 1) * steps for k, steps in enumerate(count)) for count in counts]
+    return np.array(tokens, dtype=float), np.array([sum(count) for count in counts], dtype=float)
 
 
 def _rate(tokens: Floats, seconds: Floats, axis: int = -1) -> Any:
