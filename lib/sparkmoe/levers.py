@@ -96,6 +96,11 @@ def _why(base: Dissection, arm: Dissection, drafting_ms: float, residual_ms: flo
     ordered = sorted(grown.items(), key=lambda item: -abs(item[1]))[:3]
     largest = next((part for part, ms in ordered if ms * residual_ms > 0), ordered[0][0])
     listed = ", ".join(f"{part} {ms:+.2f}" for part, ms in ordered)
+    if not 0.5 <= sum(ms for _, ms in ordered) / residual_ms <= 2:
+        return (
+            f"{residual_ms:+.2f} ms a step beside the prediction, but the profiled steps differ otherwise ({listed}): "
+            "the machine changed between the arms; repeat it at rest"
+        )
     cause = f"; {largest}: {CAUSES[largest]}" if not arm.found.on_gpu and largest in CAUSES else ""
     return f"{residual_ms:+.2f} ms a step beside the prediction ({listed}){cause}"
 
