@@ -91,7 +91,7 @@ def roofline(
     """
     figure = _figure(title, "read per token (GB)", "decoding speed (tok/s)")
     sizes = np.array([size for size, _ in points.values()]) / 1e9
-    span = np.geomspace(sizes.min() / 2, sizes.max() * 2, 60)
+    span = np.geomspace(sizes.min() / 4, sizes.max() * 4, 60)  # room for the names
     for k, (name, gb_s) in enumerate(bandwidths.items()):
         figure.add_scatter(
             x=span, y=gb_s / span, mode="lines", name=f"ceiling, {name} {gb_s:.0f} GB/s",
