@@ -15,6 +15,7 @@ import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +95,12 @@ class Bench:
         return by_boot(alone, arm, metric)[0]
 
     def accept_length(self, arm: str) -> float | None:
-        """Tokens a verify step yields over all good samples; None where no draft was at work."""
+        """Tokens a verify step yields over all good samples, from their histograms (`gsm8k_compare.accept_length` says
+        why); None where no draft was at work."""
         good = [r["sample"] for r in self.records if r["arm"] == arm and not r.get("spoiled")]
-        counted = [(s["accept_length"], s["spec_verify_ct"]) for s in good if s.get("spec_verify_ct")]
-        pairs = [(float(length), int(steps)) for length, steps in counted if length]
-        return sum(length * steps for length, steps in pairs) / sum(n for _, n in pairs) if pairs else None
+        drafted = [s["accept_histogram"] for s in good if s.get("accept_histogram")]
+        counts = [sum(column) for column in zip_longest(*drafted, fillvalue=0)]
+        return 1 + sum(k * n for k, n in enumerate(counts)) / sum(counts) if sum(counts) else None
 
     def boot_facts(self, arm: str) -> list[dict[str, Any]]:
         """What `bench` wrote about each boot of an arm (bandwidth before and after, seconds to boot)."""

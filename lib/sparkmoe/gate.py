@@ -40,7 +40,7 @@ THRESHOLDS = Path(__file__).parent / "gate.toml"
 METRICS = ("engagement", "checks", "accept_length", "tpot_ratio", "tpot", "accuracy", "memory", "start")
 ENGAGED = " is engaged"
 DISTURBED = 2.0
-"""Upper ÷ lower quartile of an arm's times. 30 arms measured on two busy cores had up to 1.5; three that were measured
+"""Upper ÷ lower quartile of an arm's times. 33 arms measured on two busy cores had up to 1.5; three that were measured
 while other programs kept both cores busy had 2.4 and more."""
 State = Literal["pass", "look", "fail", "skip"]
 Numbers = Mapping[str, Any]
