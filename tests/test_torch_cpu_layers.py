@@ -292,7 +292,17 @@ def test_kda_layers_share_the_loaded_weights(lings):
 )
 def test_threads_go_only_to_cores_that_nobody_wants(monkeypatch, rows, idle, expected):
     monkeypatch.setattr(cpu, "idle_cores", lambda: idle)
+    cpu._recently_idle.clear()
     assert cpu.threads(rows) == expected
+
+
+def test_a_moment_of_work_elsewhere_costs_no_thread_and_a_neighbour_does(monkeypatch):
+    cpu._recently_idle.clear()
+    for idle in (0, 1, 0):
+        monkeypatch.setattr(cpu, "idle_cores", lambda idle=idle: idle)
+        cpu.threads(1)
+    assert cpu.threads(4) == 2
+    assert [cpu.threads(4) for _ in range(8)][-1] == 1
 
 
 def test_a_busy_process_makes_one_core_fewer_idle(monkeypatch):

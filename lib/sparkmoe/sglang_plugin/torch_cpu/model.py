@@ -9,6 +9,7 @@ batch SGLang asks to commit the accepted tokens' recurrent state: `commit` repla
 from __future__ import annotations
 
 import os
+from collections import deque
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from sparkmoe.sglang_plugin.torch_cpu.ops import rms_norm
 
 ATTRIBUTE = "torch_cpu_network"
 _FEW_ROWS = 64
+_recently_idle: deque[int] = deque(maxlen=8)
 
 
 def threads(rows: int) -> int:
@@ -30,10 +32,12 @@ def threads(rows: int) -> int:
     One token leaves 20 µs of work to an operator, too little to share. A few drafted tokens read most experts: two
     threads read faster than one. A prompt takes what is free. But only cores that nobody else wants: threads meet at
     the end of every operator, and one that waits for its turn on a busy core makes all of them wait, thirty times as
-    long as the work takes.
+    long as the work takes. A core counts as idle if it was so at one of the last eight passes: the server's other
+    processes work for a moment between two passes, a neighbour's program does all the time.
     """
+    _recently_idle.append(idle_cores())
     wanted = 1 if rows == 1 else 2 if rows <= _FEW_ROWS else 8
-    return 1 if wanted == 1 else max(1, min(wanted, idle_cores() + 1))
+    return min(wanted, max(_recently_idle) + 1)
 
 
 def idle_cores() -> int:
