@@ -19,11 +19,12 @@ ALIVE = 3
 Serve = Callable[..., Engine]
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With two workers (`-n 2 --dist loadgroup`) one takes all tests with servers, so that they can share them."""
+    """With two workers (`-n 2 --dist loadgroup`) one takes all tests that share servers."""
     for item in items:
-        if item.get_closest_marker("server"):
-            item.add_marker(pytest.mark.xdist_group("server"))
+        if "serve" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("serve"))
 
 
 @pytest.fixture(scope="session", autouse=True)
