@@ -8,6 +8,7 @@ import signal
 import socket
 import sys
 import textwrap
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -73,7 +74,10 @@ def boot(monkeypatch: pytest.MonkeyPatch, miniature: Path, tmp_path: Path) -> Ca
     return lambda: Engine("baseline", here, miniature, port=port, api_key="k" * 20, grace_s=5.0, show=False)
 
 
-def test_a_killed_server_comes_back_on_its_port_with_its_key(boot: Callable[[], Engine]) -> None:
+def test_a_killed_server_comes_back_on_its_port_with_its_key(
+    boot: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(time, "strftime", lambda *_: "20260101-000000")  # all in one second: a log each all the same
     said: list[str] = []
     pids: list[int] = []
 

@@ -17,6 +17,7 @@ kernel restarts is started with `sparkmoe serve` in a terminal; notebooks attach
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import os
@@ -222,7 +223,9 @@ class Engine:
         except OSError as error:
             raise MachineError(f"cannot write logs to {logs} ({error.strerror})") from None
         label = re.sub(r"[^\w.+=-]+", "_", self.recipe.name)[:48]
-        stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}-{port}"
+        now, again = time.strftime("%Y%m%d-%H%M%S"), itertools.chain([""], (f".{n}" for n in itertools.count(2)))
+        stems = (f"{now}{more}-{label}-{port}" for more in again)  # one server's "ready" is not the next one's
+        stem = next(stem for stem in stems if not (logs / f"{stem}.log").exists())
         log, evidence = logs / f"{stem}.log", logs / f"{stem}.evidence.json"
         where: dict[str, Any] = {"model": self.model, "port": port, "host": self.host, "evidence": evidence}
         record = Record(

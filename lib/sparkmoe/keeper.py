@@ -209,8 +209,8 @@ def rotate(log: Path, max_bytes: int, keep: int = 3) -> bool:
 
 def prune(log: Path, keep: int) -> None:
     """Of the logs of this recipe and port, whose names begin with the time, leave the last `keep` servers'."""
-    same = log.name[len("20260101-000000") :]
-    for old in sorted(log.parent.glob(f"*{same}"))[:-keep]:
+    same = log.name.split("-", 2)[2]
+    for old in sorted(log.parent.glob(f"*-{same}"))[:-keep]:
         for file in log.parent.glob(f"{old.stem}.*"):
             file.unlink(missing_ok=True)
 
