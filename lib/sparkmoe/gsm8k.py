@@ -27,14 +27,19 @@ Split = Literal["train", "test"]
 TEST_QUESTIONS = 1319
 _FILES: dict[Split, tuple[str, ...]] = {"test": ("test.jsonl",), "train": ("train.jsonl", "train-head.jsonl")}
 
+AS_TRAINED, UNSEEN = "worded as in training", "in unseen wording"
+WORDINGS = {AS_TRAINED: "instances", UNSEEN: "templates"}  # nano Ling's own problems, by split
+
 
 @dataclass(frozen=True)
 class Question:
-    """One problem: its place in the set, the question, and the worked solution that ends with `#### ` and a number."""
+    """One problem: its place in the set, the question, and the worked solution that ends with `#### ` and a number;
+    `wording` where a set has several kinds."""
 
     index: int
     question: str
     answer: str
+    wording: str = ""
 
     @cached_property
     def number(self) -> Fraction:
@@ -127,9 +132,10 @@ def exam(machine: Machine, count: int | None = None, folder: Path | str = "") ->
     that is always right cannot show a small loss, and one that is unsure does."""
     if machine.profile == "cpu":
         count = count or 500
-        known, strange = iter(miniature("instances", count)), iter(miniature("templates", count))
-        mixed = (next(strange if i % 5 == 4 else known) for i in range(count))
-        own = [Question(i, q.question, q.answer) for i, q in enumerate(mixed)]
+        kinds = {word: iter(miniature(split, count)) for word, split in WORDINGS.items()}
+        words = [UNSEEN if i % 5 == 4 else AS_TRAINED for i in range(count)]
+        asked = [next(kinds[word]) for word in words]
+        own = [Question(i, q.question, q.answer, word) for i, (q, word) in enumerate(zip(asked, words, strict=True))]
         return Exam(own, [], replace(PUBLISHED, max_new_tokens=512))
     place = Path(folder) if folder else None
     return Exam(load("test", place)[:count], few_shot(place), PUBLISHED)

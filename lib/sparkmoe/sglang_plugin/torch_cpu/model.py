@@ -178,16 +178,16 @@ def commit(
     done, network.verified = network.verified, None
     if done is None:
         raise RuntimeError("torch_cpu: a commit without a verified batch")
+    pools = [layer.states(done.state_pool) for layer in network.kda]
+    requests = len(done.state_slots)
     for index, (slot, step) in enumerate(zip(done.state_slots, last_correct_step_indices.tolist(), strict=True)):
         count = step + 1
         if count < 1:
             continue
-        k, u, total = (
-            torch.stack([getattr(d, name).unflatten(0, (len(done.state_slots), -1))[index] for d in done.drafted])
-            for name in ("k", "u", "total")
-        )
-        pools = [layer.states(done.state_pool) for layer in network.kda]
-        after = kda.replay(torch.stack([state[slot] for _, state in pools]), k, u, total, count)
-        for (conv, state), new, drafted in zip(pools, after.unbind(0), done.drafted, strict=True):
-            state[slot] = new
-            conv[slot] = drafted.window[index, count : count + conv.shape[1]]
+        kept = [(d.k, d.u, d.total) for d in done.drafted]
+        if requests > 1:
+            kept = [tuple(t.unflatten(0, (requests, -1))[index] for t in layer) for layer in kept]
+        k, u, total = map(torch.stack, zip(*kept, strict=True))
+        states, convs = [state[slot] for _, state in pools], [conv[slot] for conv, _ in pools]
+        torch._foreach_copy_(states, kda.replay(torch.stack(states), k, u, total, count).unbind(0))
+        torch._foreach_copy_(convs, [d.window[index, count : count + len(convs[0])] for d in done.drafted])
