@@ -309,7 +309,7 @@ class Engine:
         while self.running():
             time.sleep(1.0)
         cause = likely_cause(self._log_lines())
-        self._record = None
+        self.stop()  # its supervisor may still be at it, and the record with it
         raise EngineError(f"the server of recipe {self.recipe.name} ended{f': {cause}' if cause else ''}")
 
     # Stop
