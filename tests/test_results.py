@@ -120,14 +120,14 @@ def test_killed_writer_loses_at_most_the_line_in_hand(tmp_path: Path) -> None:
                 run.append(record("a", attempt, request, text=big))
                 os.write(writer, b".")
                 request += 1
-        time.sleep(0.05 + 0.013 * attempt)
+        first = len(os.read(reader, 1))  # a busy machine may take its time to get there
+        time.sleep(0.013 * attempt)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         os.close(writer)
-        reported = sum(len(part) for part in iter(lambda r=reader: os.read(r, 1 << 16), b""))
+        reported = first + sum(len(part) for part in iter(lambda r=reader: os.read(r, 1 << 16), b""))
         os.close(reader)
         kept = [r for r in run.records() if r["boot"] == attempt]
-        assert reported > 0
         assert reported <= len(kept) <= reported + 1
         assert [r["request"] for r in kept] == list(range(len(kept)))
 
