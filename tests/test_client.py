@@ -309,6 +309,7 @@ def test_generate_body_leaves_out_what_was_not_asked() -> None:
     assert "sampling_seed" not in body["sampling_params"]
 
 
+@pytest.mark.slow  # a time, on a machine that does nothing else
 def test_the_client_adds_less_than_50_us_to_a_bare_socket() -> None:
     found = bench_client.delay(runs=4, tokens=150)
     assert found["client_us"] - found["bare_us"] < 50
