@@ -12,7 +12,7 @@ import pytest
 
 from sparkmoe.checkpoint import make_miniature
 from sparkmoe.engine import Engine
-from sparkmoe.processes import end_all
+from sparkmoe.processes import OWNER_ENV, end_all
 from sparkmoe.recipe import Recipe
 
 ALIVE = 3
@@ -36,6 +36,15 @@ def sparkmoe_home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     yield home
     end_all()
     os.environ.pop("SPARKMOE_HOME") if before is None else os.environ.update(SPARKMOE_HOME=before)
+
+
+@pytest.fixture
+def own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
+    """State of one test alone; what servers it leaves are ended."""
+    monkeypatch.setenv("SPARKMOE_HOME", str(tmp_path / "home"))
+    monkeypatch.delenv(OWNER_ENV, raising=False)
+    yield tmp_path / "home"
+    end_all()
 
 
 @pytest.fixture(scope="session")

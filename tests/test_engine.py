@@ -5,7 +5,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -19,11 +19,13 @@ from sparkmoe.engine import Engine
 from sparkmoe.errors import EngineError, MachineError, ModelError, RecipeError
 from sparkmoe.gates import check_memory, free_port, memory_need, server_environment
 from sparkmoe.machine import GIB, Machine
-from sparkmoe.processes import OWNER_ENV, end_all, group, records
+from sparkmoe.processes import group, records
 from sparkmoe.recipe import RECIPES, Command, Recipe
 from sparkmoe.serverlog import Progress
 
 # Faults that the real server cannot be made to show: it logs what it is told to, then listens, hangs or dies.
+pytestmark = pytest.mark.usefixtures("own_home")
+
 FAULTY = textwrap.dedent(
     """
     import socket, sys, time
@@ -45,14 +47,6 @@ FAULTY = textwrap.dedent(
             connection.close()
     """
 )
-
-
-@pytest.fixture(autouse=True)
-def own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    monkeypatch.setenv("SPARKMOE_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv(OWNER_ENV, raising=False)
-    yield tmp_path / "home"
-    end_all()
 
 
 Faulty = Callable[..., Engine]

@@ -8,19 +8,18 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
 from lifetimes import until
-from sparkmoe import gates, processes
+from sparkmoe import gates
 from sparkmoe.checkpoint import Checkpoint
 from sparkmoe.errors import MachineError
 from sparkmoe.gates import check_memory, memory_need, pool_need, propose_fraction
 from sparkmoe.machine import GIB, Machine, available_bytes
-from sparkmoe.processes import Identity, Record, end_all, group, servers
+from sparkmoe.processes import Identity, Record, group, servers
 from sparkmoe.recipe import RECIPES, Recipe
 
 SPARK = Machine.named("spark")
@@ -79,14 +78,6 @@ def test_a_fraction_that_can_wedge_the_driver_is_refused(monkeypatch: pytest.Mon
     with pytest.raises(MachineError, match=r"mem_fraction=0.8: at 0.75 and more .* 0.68 is safe"):
         check_memory(Recipe("greedy", mem_fraction=0.8), SPARK, FLASH, [])
     check_memory(Recipe("daring", mem_fraction=0.72), SPARK, FLASH, [])
-
-
-@pytest.fixture
-def own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    monkeypatch.setenv("SPARKMOE_HOME", str(tmp_path))
-    monkeypatch.delenv(processes.OWNER_ENV, raising=False)
-    yield tmp_path
-    end_all()
 
 
 def supervised(code: str, *words: str, floor_bytes: int, log_path: str) -> subprocess.Popen[bytes]:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from sparkmoe.errors import DataError
-from sparkmoe.gsm8k_compare import PUBLISHED, accept_length, accepted, compare, flips_html, totals
+from sparkmoe.gsm8k_compare import PUBLISHED, compare, flips_html, totals
 from sparkmoe.gsm8k_run import Record
-from sparkmoe.sample import Sample
+from sparkmoe.sample import Sample, accept_length, accepted
 from sparkmoe.stats import PairedTable, difference, mcnemar_p, non_inferiority
 
 
@@ -179,10 +179,9 @@ def test_accept_length_weighs_steps_and_needs_drafts_in_both_arms() -> None:
 
 def test_accepted_drafts_are_added_up_over_answers() -> None:
     histograms = [(4, 2, 0, 1), (1, 0, 3), None]
-    samples = [record(i, sample={"accept_histogram": h}).sample for i, h in enumerate(histograms)]
-    assert accepted(samples) == [5, 2, 3, 1]
-    assert accept_length(samples) == 1 + (2 + 2 * 3 + 3) / 11
-    assert np.isnan(accept_length(samples[2:]))
+    assert accepted(histograms) == [5, 2, 3, 1]
+    assert accept_length(histograms) == 1 + (2 + 2 * 3 + 3) / 11
+    assert np.isnan(accept_length(histograms[2:]))
 
 
 def test_flipped_questions_can_be_browsed_side_by_side() -> None:

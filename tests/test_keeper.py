@@ -9,7 +9,7 @@ import socket
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,9 +21,11 @@ from sparkmoe.errors import EngineError, MachineError
 from sparkmoe.gates import free_port
 from sparkmoe.keeper import Keeper, api_key, gives_token, notify, patience, pause_s, prune, rotate, tail
 from sparkmoe.machine import Machine
-from sparkmoe.processes import OWNER_ENV, end_all, records
+from sparkmoe.processes import records
 from sparkmoe.recipe import Command, Recipe
 from sparkmoe.sample import RequestFailed
+
+pytestmark = pytest.mark.usefixtures("own_home")
 
 # The fake server on the port and with the key that it is given; while the file `hang` exists its health is 503, and
 # with a file `die` it ends as soon as it has started.
@@ -52,14 +54,6 @@ STAND_IN = textwrap.dedent(
 
 class Done(Exception):
     """Ends a keeper in a test, as an interrupt would."""
-
-
-@pytest.fixture(autouse=True)
-def own_home(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
-    monkeypatch.setenv("SPARKMOE_HOME", str(tmp_path / "home"))
-    monkeypatch.delenv(OWNER_ENV, raising=False)
-    yield tmp_path / "home"
-    end_all()
 
 
 @pytest.fixture

@@ -11,11 +11,11 @@ never divided by each other, which is also why the ladder comes from the one ben
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from sparkmoe.notebooks_run import RUN_ENV
 from sparkmoe.recipe import Recipe
 from sparkmoe.results import Record, Run, by_boot
 from sparkmoe.results import arms as arms_of
+from sparkmoe.sample import accept_length
 from sparkmoe.stats import Interval
 
 STORY = (
@@ -95,12 +96,10 @@ class Bench:
         return by_boot(alone, arm, metric)[0]
 
     def accept_length(self, arm: str) -> float | None:
-        """Tokens a verify step yields over all good samples, from their histograms (`gsm8k_compare.accept_length` says
-        why); None where no draft was at work."""
+        """Tokens a verify step yields over all good samples; None where no draft was at work."""
         good = [r["sample"] for r in self.records if r["arm"] == arm and not r.get("spoiled")]
-        drafted = [s["accept_histogram"] for s in good if s.get("accept_histogram")]
-        counts = [sum(column) for column in zip_longest(*drafted, fillvalue=0)]
-        return 1 + sum(k * n for k, n in enumerate(counts)) / sum(counts) if sum(counts) else None
+        length = accept_length(sample.get("accept_histogram") for sample in good)
+        return None if math.isnan(length) else length
 
     def boot_facts(self, arm: str) -> list[dict[str, Any]]:
         """What `bench` wrote about each boot of an arm (bandwidth before and after, seconds to boot)."""

@@ -13,9 +13,8 @@ the next boot will be off: for that there is `bench`.
 """
 
 import html
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import zip_longest
 from typing import Any
 
 import numpy as np
@@ -24,7 +23,7 @@ from scipy.stats import bootstrap
 
 from sparkmoe.errors import DataError
 from sparkmoe.gsm8k_run import Record
-from sparkmoe.sample import Sample
+from sparkmoe.sample import accept_length
 from sparkmoe.stats import (
     RESAMPLES,
     Floats,
@@ -115,7 +114,7 @@ class Comparison:
             for arm, record in (("base", b), ("new", n)):
                 row |= {f"{arm}_status": record.status, f"{arm}_extracted": record.extracted}
                 row |= {f"{arm}_{name}": getattr(record.sample, name) for name in columns}
-                row[f"{arm}_accept_length"] = accept_length([record.sample])
+                row[f"{arm}_accept_length"] = accept_length([record.sample.accept_histogram])
             rows.append(row)
         return pd.DataFrame(rows)
 
@@ -179,18 +178,6 @@ def totals(comparison: Comparison) -> Totals:
     return Totals(comparison.table, base_tokens, new_tokens, rate.base.estimate, rate.new.estimate)
 
 
-def accepted(samples: Iterable[Sample]) -> list[int]:
-    """Verify steps that accepted exactly 0, 1, … drafts, over all samples; those without a draft count none."""
-    return [sum(column) for column in zip_longest(*(s.accept_histogram or () for s in samples), fillvalue=0)]
-
-
-def accept_length(samples: Iterable[Sample]) -> float:
-    """Tokens that a verify step yields, from the histograms: never above K + 1. (The server's own figure counts the
-    first token too, which no verify step made: 4.1 and more at K = 3 on short answers.) NaN without a draft."""
-    counts = accepted(samples)
-    return 1 + sum(k * n for k, n in enumerate(counts)) / sum(counts) if counts else float("nan")
-
-
 def flips_html(comparison: Comparison) -> str:
     """The flipped questions as HTML to browse: folded, both answers side by side, the reasoning folded once more."""
     cells = []
@@ -245,7 +232,7 @@ def _measures(base: Sequence[Record], new: Sequence[Record], seed: int) -> list[
 
 def _acceptance(records: Sequence[Record]) -> tuple[Floats, Floats] | None:
     """(tokens, verify steps) of each answer, or None where no draft was at work."""
-    counts = [accepted([record.sample]) for record in records]
+    counts = [record.sample.accept_histogram or () for record in records]
     if not all(map(sum, counts)):
         return None
     tokens = [sum((k + 1) * steps for k, steps in enumerate(count)) for count in counts]

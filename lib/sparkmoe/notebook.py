@@ -15,7 +15,6 @@ import os
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
-from itertools import zip_longest
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +26,7 @@ from sparkmoe.judge import spoiled_by
 from sparkmoe.machine import Machine
 from sparkmoe.notebooks_run import RUN_ENV
 from sparkmoe.results import Run, by_boot, write_atomic
-from sparkmoe.sample import Sample
+from sparkmoe.sample import Sample, accept_length, accepted
 from sparkmoe.stats import Interval
 
 if TYPE_CHECKING:
@@ -170,13 +169,11 @@ class Measured:
 
     def accepted(self, arm: str) -> list[int]:
         """Verify steps that accepted exactly 0, 1, … drafts, over all samples of an arm."""
-        rows = [r["sample"]["accept_histogram"] for r in self.records if r["arm"] == arm]
-        return [sum(column) for column in zip_longest(*rows, fillvalue=0)]
+        return accepted(r["sample"]["accept_histogram"] for r in self.records if r["arm"] == arm)
 
     def accept_length(self, arm: str) -> float:
         """Tokens a verify step yields on average, the target's own included."""
-        counts = self.accepted(arm)
-        return 1 + sum(k * steps for k, steps in enumerate(counts)) / sum(counts)
+        return accept_length(r["sample"]["accept_histogram"] for r in self.records if r["arm"] == arm)
 
     def equal_answers(self, arm: str, base: str) -> tuple[int, int]:
         """(answers of `arm` that equal `base`'s token by token, answers compared)."""
