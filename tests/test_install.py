@@ -49,10 +49,14 @@ def room(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def install(room: Path, **variables: str) -> subprocess.CompletedProcess[str]:
-    """install.sh with an index that nobody answers at."""
+def install(room: Path, free_gb: int = 20, **variables: str) -> subprocess.CompletedProcess[str]:
+    """install.sh with an index that nobody answers at, on a disk of which `df` says that `free_gb` are free."""
+    (room / "bin").mkdir()
+    (room / "bin" / "df").write_text(f"#!/bin/sh\necho header\necho disk 0 0 {free_gb << 20} 0% /\n")
+    (room / "bin" / "df").chmod(0o755)
     dead = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_EXTRA_INDEX_URL": "", "PIP_RETRIES": "0"}
     dead |= {"PIP_CONFIG_FILE": os.devnull, "PYTHON": sys.executable}
+    dead["PATH"] = f"{room / 'bin'}:{os.environ['PATH']}"
     argv = ["sh", str(ROOT / "env" / "install.sh"), "venv", "lock"]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("PIP_")} | dead | variables
     return subprocess.run(argv, cwd=room, env=environment, capture_output=True, text=True, timeout=120)
@@ -71,6 +75,12 @@ def test_without_the_folder_it_asks_the_index_and_fails(room: Path) -> None:
     done = install(room)
     assert done.returncode == 1
     assert "the installation failed" in done.stderr
+
+
+def test_too_small_a_disk_is_refused_before_anything_is_written(room: Path) -> None:
+    done = install(room, free_gb=9, WHEELHOUSE="a stick")
+    assert (done.returncode, done.stderr) == (2, "error: the installation needs 12 GB, 9 GB are free here\n")
+    assert not (room / "venv").exists()
 
 
 def test_a_folder_without_wheels_is_named(room: Path) -> None:
