@@ -9,8 +9,14 @@ is what the client adds to the median time from server to stamp.
 
 `sglang` starts a real server for a recipe and measures the same prompts with `sglang.benchmark.serving` (its own
 command line, called in this process because importing it takes 20 s) and with the client, in turns. Each pair of runs
-is a unit: the interval is that of the ratio of their medians. The last line is one JSON object, kept as a
-run too.
+is a unit: the interval is that of the ratio of their means. The server keeps to the first core and whoever measures
+to the last: a client that works harder would otherwise take a core from the server, which then computes with one thread
+less. Both rest for a second before they ask. The last line is one JSON object, kept as a run too.
+
+A server on a shared machine is slower in one minute than in the next, by more than a client could ever be wrong. So the
+server's own account is read too: SGLang's metrics say when it handed out the first and the last token of each run.
+`ratio` compares what the clients saw; `controlled` compares what they saw in units of what the server says it did (a
+control variate: the server cannot know who asks, so the expectation stays and the noise goes); `server` is that part.
 """
 
 from __future__ import annotations
@@ -27,15 +33,19 @@ import subprocess
 import sys
 import tempfile
 import time
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 import fake_server
 from sparkmoe import stats
 from sparkmoe.client import Client, generate_body, prompt_hash
 from sparkmoe.engine import Engine
+from sparkmoe.recipe import Recipe
 from sparkmoe.results import Run
 from sparkmoe.workload import Prompt, synthetic
 
@@ -129,23 +139,36 @@ def official_run(url: str, api_key: str, model: Path, prompts: list[Prompt], fol
     return {
         "ttft_ms": [1e3 * t for t in found["ttfts"]],
         "tpot_ms": [1e3 * t for t in itls],
-        "mean_tpot_ms": [found["mean_tpot_ms"]],
     }
+
+
+def server_account(engine: Any) -> tuple[float, float]:
+    """Sums since the server's start, in ms: its time to first tokens, its time from first to last tokens."""
+    request = urllib.request.Request(f"{engine.url}/metrics", headers={"Authorization": f"Bearer {engine.api_key}"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    names = ("sglang:time_to_first_token_seconds_sum", "sglang:inter_token_latency_seconds_sum")
+    first, rest = (sum(float(x.rsplit(" ", 1)[1]) for x in lines if x.startswith(name)) for name in names)
+    return 1e3 * first, 1e3 * rest
 
 
 def own_run(client: Client, prompts: list[Prompt]) -> dict[str, list[float]]:
-    """The same with the client."""
+    """The same with the client, the official one's second of rest included: a rested server begins more slowly."""
     client.flush_cache()
+    time.sleep(1.0)
     measured = [client.generate(p.text, max_new_tokens=p.max_new_tokens, ignore_eos=True) for p in prompts]
     assert all(s.cached_tokens == 0 for s in measured)
     assert [s.prompt_tokens for s in measured] == [len(p.token_ids) for p in prompts]
-    tpots = [s.tpot_ms for s in measured if s.tpot_ms]
     return {
         "ttft_ms": [s.ttft_ms for s in measured if s.ttft_ms],
-        "tpot_ms": tpots,
-        "mean_tpot_ms": [statistics.mean(tpots)],
+        "tpot_ms": [s.tpot_ms for s in measured if s.tpot_ms],
         "accept_length": [s.accept_length for s in measured if s.accept_length],
     }
+
+
+def paired_ratio(new: np.ndarray, base: np.ndarray) -> dict[str, Any]:
+    """new ÷ base with its interval over pairs of runs."""
+    return stats.ratio([[x] for x in new], [[x] for x in base], paired=True).as_dict()
 
 
 @dataclass
@@ -162,26 +185,42 @@ def against_sglang(
 ) -> dict[str, Any]:
     """Ratio client ÷ official of the TTFT and TPOT medians, with intervals over interleaved pairs of runs."""
     runs: dict[str, list[dict[str, list[float]]]] = {"official": [], "client": []}
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, cores[:1])
     with server as engine, tempfile.TemporaryDirectory() as folder:
+        os.sched_setaffinity(0, cores[-1:])
         client = Client(engine.url, engine.api_key)
         prompts = synthetic(client, n=requests, input_tokens=shape[0], output_tokens=shape[1], seed=3)
         for turn in range(pairs + 1):
             for name in random.Random(turn).sample(sorted(runs), 2):
+                before = server_account(engine)
                 if name == "client":
                     found = own_run(client, prompts)
                 else:
                     found = official_run(engine.url, engine.api_key, engine.model, prompts, Path(folder))
+                first, rest = (after - was for after, was in zip(server_account(engine), before, strict=True))
+                found |= {"server_ttft_ms": [first / requests], "server_tpot_ms": [rest / requests / (shape[1] - 1)]}
                 if turn:  # the first pair warms up
                     runs[name].append(found)
-    result: dict[str, Any] = {"recipe": recipe, "pairs": pairs, "requests": requests, "shape": list(shape)}
-    for metric in ("ttft_ms", "tpot_ms", "mean_tpot_ms"):
-        new, base = ([run[metric] for run in runs[name]] for name in ("client", "official"))
+    result: dict[str, Any] = {
+        "recipe": recipe,
+        "pairs": pairs,
+        "requests": requests,
+        "shape": list(shape),
+        "cores": cores,
+    }
+    for metric in ("ttft_ms", "tpot_ms"):
+        new, base = (np.array([np.mean(run[metric]) for run in runs[name]]) for name in ("client", "official"))
+        own = [np.array([run[f"server_{metric}"][0] for run in runs[name]]) for name in ("client", "official")]
         result[metric] = {
-            "client": stats.summarize(new).as_dict(),
-            "official": stats.summarize(base).as_dict(),
-            "ratio": stats.ratio(new, base, paired=True).as_dict(),
-            "pairs": [[statistics.median(a), statistics.median(b)] for a, b in zip(new, base, strict=True)],
+            "client": stats.summarize([[x] for x in new]).as_dict(),
+            "official": stats.summarize([[x] for x in base]).as_dict(),
+            "ratio": paired_ratio(new, base),
+            "controlled": paired_ratio(new / own[0], base / own[1]),
+            "server": paired_ratio(*own),
+            "pairs": np.stack([new, base, *own], 1).round(4).tolist(),
         }
+    os.sched_setaffinity(0, cores)
     accepted = [value for run in runs["client"] for value in run["accept_length"]]
     return result | {"accept_length": statistics.mean(accepted) if accepted else None}
 
@@ -191,7 +230,7 @@ def main() -> None:
     parser.add_argument("what", choices=["delay", "sglang"])
     parser.add_argument("--recipe", action="append")
     parser.add_argument("--model", type=Path, help="default: the machine's own model")
-    parser.add_argument("--url", help="measure this server instead of starting one; needs --model for its tokenizer")
+    parser.add_argument("--url", help="measure this server (with --enable-metrics) instead; needs --model")
     parser.add_argument("--api-key", default="")
     parser.add_argument("--pairs", type=int, default=40)
     parser.add_argument("--requests", type=int, default=1)
@@ -211,7 +250,7 @@ def main() -> None:
         if options.url:
             server = contextlib.nullcontext(Running(options.url, options.api_key, options.model))
         else:
-            server = Engine(recipe, "auto", options.model, show=False)
+            server = Engine(Recipe.named(recipe).with_(metrics=True), "auto", options.model, show=False)
         found = against_sglang(server, recipe, options.pairs, options.requests, shape)
         run.write_json(f"{recipe}.json", found)
         print(json.dumps(found | {"run": str(run.path)}), flush=True)  # noqa: T201
