@@ -35,8 +35,8 @@ lint: $(READY)  ## style and types only
 matrix: $(READY)  ## every head × draft × hot vocabulary on this machine, recorded in results/matrix.json
 	@$(BIN)/python -m pytest tests/test_matrix.py -m server $(ARGS)
 
-soak: $(READY)  ## ninety minutes of a kept server under load, killed twenty times; results/soak.json
-	@$(BIN)/python tests/soak.py results/soak.json $(ARGS)
+soak: $(READY)  ## 20,000 requests or ninety minutes of a kept server, killed twenty times; results/<run>/result.json
+	@$(BIN)/python tests/soak.py $(ARGS)
 
 spark-install: $(READY)  ## DGX Spark: the same lock, and whether this machine is fit (env/spark/README.md)
 	@$(BIN)/sparkmoe doctor
