@@ -91,7 +91,9 @@ def make(
             checks.finish()
         error = f"In [7]: NotEngaged: recipe {broken} is not engaged: head: bf16, expected fp8" if broken else None
         done.append({"name": name, "ok": not broken, "seconds": 60.0, "output": f"{name}.ipynb", "error": error})
-    graded = Run.create(run.path, run_id="06_gsm8k", notebook="06_gsm8k", machine=MACHINE, model="nano")
+    graded = Run.create(
+        run.path, run_id="06_gsm8k", notebook="06_gsm8k", machine=MACHINE, model="nano", benchmark="sums"
+    )
     checks = notebook.Checks(graded, "06_gsm8k")
     for arm in ("baseline", "fp8_head_nextn"):
         for request in range(100):

@@ -113,6 +113,7 @@ def test_an_exam_is_the_miniatures_on_a_cpu_and_gsm8k_as_published_elsewhere(tmp
     assert asked[4::5] == [q.question for q in miniature("templates", 2)]
     assert [q for i, q in enumerate(asked) if i % 5 != 4] == [q.question for q in miniature(count=10)]
     assert [q.index for q in own.questions] == list(range(12))
+    assert own.name == "nano Ling's problems"
     assert (own.shots, own.sampling.temperature, own.sampling.max_new_tokens) == ([], 0.6, 512)
     for name in ("test", "train"):
         rows = [{"question": f"{name} {i}?", "answer": f"#### {i}"} for i in range(7)]
@@ -121,3 +122,4 @@ def test_an_exam_is_the_miniatures_on_a_cpu_and_gsm8k_as_published_elsewhere(tmp
     assert [q.question for q in real.questions] == ["test 0?", "test 1?", "test 2?"]
     assert [q.question for q in real.shots] == [f"train {i}?" for i in range(5)]
     assert real.sampling == PUBLISHED
+    assert real.name == "GSM8K"

@@ -51,6 +51,8 @@ def test_published_figures_stand_beside_what_this_machine_can(run: Path) -> None
 
 def test_accuracy_has_its_published_pair(run: Path) -> None:
     ours, published = accuracy(chapters(run))
+    assert (ours["benchmark"], published["benchmark"]) == ("sums", "GSM8K")
+    assert "fp8_head_nextn against baseline on sums (06_gsm8k)" in (run / "report.html").read_text()
     assert ours["right (new, base)"] == "93, 96 of 100"
     assert ours["decode rate"] == "1.76 ×"
     assert published["right (new, base)"] == "1277, 1278 of 1319"

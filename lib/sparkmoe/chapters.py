@@ -159,6 +159,11 @@ class Chapter:
     def verdict(self) -> str:
         return str(self.manifest.get("verdict", ""))
 
+    @property
+    def benchmark(self) -> str:
+        """What its questions are of; empty where it asked none or did not say."""
+        return str(self.manifest.get("benchmark", ""))
+
     @cached_property
     def benches(self) -> list[Bench]:
         """The notebook's run folder and the parts inside it, those that hold samples."""

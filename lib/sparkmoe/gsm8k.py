@@ -117,8 +117,9 @@ def miniature(split: str = "instances", count: int = 500, seed: int = 0) -> list
 
 @dataclass(frozen=True)
 class Exam:
-    """What is asked, and how: questions, the worked examples shown before each, and the sampling."""
+    """What is asked, and how: the benchmark's name, its questions, the worked examples before each, the sampling."""
 
+    name: str
     questions: list[Question]
     shots: list[Question]
     sampling: Sampling
@@ -136,9 +137,9 @@ def exam(machine: Machine, count: int | None = None, folder: Path | str = "") ->
         words = [UNSEEN if i % 5 == 4 else AS_TRAINED for i in range(count)]
         asked = [next(kinds[word]) for word in words]
         own = [Question(i, q.question, q.answer, word) for i, (q, word) in enumerate(zip(asked, words, strict=True))]
-        return Exam(own, [], replace(PUBLISHED, max_new_tokens=512))
+        return Exam("nano Ling's problems", own, [], replace(PUBLISHED, max_new_tokens=512))
     place = Path(folder) if folder else None
-    return Exam(load("test", place)[:count], few_shot(place), PUBLISHED)
+    return Exam("GSM8K", load("test", place)[:count], few_shot(place), PUBLISHED)
 
 
 def _from_hub(split: Split) -> Iterable[Mapping[str, Any]]:

@@ -139,19 +139,20 @@ def accuracy(found: Sequence[Chapter]) -> list[dict[str, str]]:
     rows = []
     for chapter, base, new, seen in verdicts(found):
         timed = any(measure.name == "decode rate" for measure in seen.measures)
+        known = gsm8k_compare.totals(seen) if timed else None
         rows.append(
-            _accuracy(
-                f"{new} against {base}, {chapter.name}", seen.table, gsm8k_compare.totals(seen) if timed else None
-            )
+            _accuracy(f"{new} against {base}, {chapter.name}", chapter.benchmark or "not named", seen.table, known)
         )
     published = gsm8k_compare.PUBLISHED
-    return [*rows, _accuracy("published: all three against baseline", published.table, published)] if rows else []
+    row = _accuracy("published: all three against baseline", "GSM8K", published.table, published)
+    return [*rows, row] if rows else []
 
 
-def _accuracy(what: str, table: PairedTable, seen: gsm8k_compare.Totals | None) -> dict[str, str]:
+def _accuracy(what: str, benchmark: str, table: PairedTable, seen: gsm8k_compare.Totals | None) -> dict[str, str]:
     proven = non_inferiority(table, gsm8k_compare.MARGIN)
     return {
         "pair": what,
+        "benchmark": benchmark,
         "right (new, base)": f"{table.both + table.only_new}, {table.both + table.only_base} of {table.n}",
         "difference (points)": difference(table).text(2, 100),
         "a loss of a point": f"{'ruled out' if proven.shown else 'not ruled out'} (p = {proven.p_value:.2g})",
