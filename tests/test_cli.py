@@ -40,6 +40,13 @@ def test_the_printed_command_is_all_of_stdout() -> None:
     assert "--api-key" in done.stdout
 
 
+def test_another_draft_can_be_served() -> None:
+    program = "from sparkmoe.cli import main; main()"
+    words = "serve nextn_k5 --print --machine spark --draft-model /models/draft"
+    done = subprocess.run([sys.executable, "-c", program, *words.split()], capture_output=True, text=True)
+    assert "  --speculative-draft-model-path /models/draft \\\n  --speculative-dspark-block-size 5" in done.stdout
+
+
 def test_an_unknown_command_is_told_near_names() -> None:
     done = subprocess.run(
         [sys.executable, "-c", "from sparkmoe.cli import main; main(['serv'])"], capture_output=True, text=True

@@ -221,6 +221,16 @@ def test_a_hot_vocabulary_is_counted(precision: Any, tmp_path: Path) -> None:
     assert failed(verify(recipe, other, answers(recipe))) == ["draft_head"]
 
 
+def test_dspark_is_told_from_the_model_s_own_draft() -> None:
+    recipe = RECIPES["all_three"].with_(name="dspark", draft_model="/models/draft")
+    evidence = healthy(recipe)
+    evidence["draft"]["moe"] = []  # a dense draft
+    assert failed(verify(recipe, evidence, answers(recipe))) == ["draft"]
+    evidence["speculative"]["algorithm"] = "DSPARK"
+    assert failed(verify(recipe, evidence, answers(recipe))) == []
+    assert failed(verify(RECIPES["all_three"], evidence, answers(recipe))) == ["draft"]
+
+
 def test_the_direction_of_tpot_is_noted_and_not_required() -> None:
     mine, theirs = [sample(steps=12, tpot_ms=2.0)], [sample(tpot_ms=1.0)]
     check = verify(ALL, healthy(ALL), mine, baseline=theirs)[-1]

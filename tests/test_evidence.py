@@ -1,3 +1,4 @@
+import importlib.metadata
 import json
 import os
 import subprocess
@@ -62,6 +63,31 @@ def test_the_draft_s_head_is_compared_by_identity() -> None:
     own.lm_head = build(model().lm_head, "fp8", torch.arange(16))
     found = findings.draft_head(own, target)
     assert (found["is_target_module"], found["extra_bytes"], found["rows"]) == (False, 16 * K + 64, 16)
+
+
+def test_the_worker_that_drafts_is_found() -> None:
+    inner = SimpleNamespace(draft_runner=SimpleNamespace(model=model()), hot_token_id=None, topk=1)
+    inner.speculative_algorithm, inner.speculative_num_steps = SimpleNamespace(name="EAGLE"), 3
+    inner.speculative_num_draft_tokens = 4
+    nextn = SimpleNamespace(draft_worker=inner)
+    assert evidence.drafting(None) is None
+    assert evidence.drafting(nextn) is inner
+    assert evidence.speculative(inner) == {"algorithm": "EAGLE", "steps": 3, "topk": 1, "draft_tokens": 4}
+    target = model(fp8=True)
+    drafter = model()
+    drafter.lm_head = target.lm_head
+    dspark = SimpleNamespace(draft_worker=object(), draft_model=drafter, gamma=5, speculative_num_draft_tokens=6)
+    assert evidence.drafting(dspark) is dspark
+    assert evidence.speculative(dspark) == {"algorithm": "DSPARK", "steps": 5, "topk": 1, "draft_tokens": 6}
+    found = evidence.draft(dspark, target)
+    assert (found["moe"], found["hot_vocabulary"], found["head"]["is_target_module"]) == ([], None, True)
+
+
+def test_dspark_s_worker_still_has_what_the_evidence_reads() -> None:
+    file = "sglang/srt/speculative/dspark_components/dspark_worker_v2.py"
+    source = Path(str(importlib.metadata.distribution("sglang").locate_file(file))).read_text()
+    for name in ("gamma", "draft_model", "speculative_num_draft_tokens"):
+        assert f"        self.{name} = " in source
 
 
 def experts(backend: str, *, limit: float | None = 4.0, **method: Any) -> Any:

@@ -66,6 +66,8 @@ def test_the_load_of_a_recipe(tmp_path: Path) -> None:
     drafting = profiling.load_of(own, cpu, 100)
     assert (drafting.head, drafting.draft_head, drafting.hot_tokens) == ("bf16", "fp8", 64)
     assert (drafting.dtype, drafting.cache_bytes) == ("float32", 4)
+    with pytest.raises(DataError, match="not that of recipe dspark"):
+        profiling.load_of(Recipe.named("nextn").with_(name="dspark", draft_model="d"), spark, 100)
 
 
 def test_scopes_wrap_while_a_profiler_runs_and_leave_no_trace() -> None:

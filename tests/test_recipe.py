@@ -233,16 +233,42 @@ def test_two_sparks_share_one_model(miniature: Path) -> None:
     assert half["KV cache"] == whole["KV cache"]
 
 
+def test_a_dspark_draft_in_sglang_s_own_words(
+    sglang_parser: argparse.ArgumentParser, miniature: Path, tmp_path: Path
+) -> None:
+    spark, draft = MACHINES["spark"], tmp_path / "draft"
+    recipe = RECIPES["fp8_head"].with_(name="dspark", draft_steps=5, draft_model=str(draft))
+    parsed, left = sglang_parser.parse_known_args(list(flags(recipe, spark)[3:]))
+    assert left == []
+    assert (parsed.speculative_algorithm, parsed.speculative_draft_model_path) == ("DSPARK", str(draft))
+    assert (parsed.speculative_dspark_block_size, parsed.speculative_num_steps) == (5, None)
+    assert recipe.why_not(MACHINES["cpu"]) == "DSpark needs an NVIDIA GPU; this machine runs on its CPU"
+    seen = inspect(miniature)
+    assert (recipe.why_not(spark, seen) or "").startswith(f"there is no draft in {draft}")
+    draft.mkdir()
+    (draft / "config.json").write_text("{}")
+    (draft / "model.safetensors").write_bytes(bytes(1000))
+    assert recipe.why_not(spark, replace(seen, config=seen.config | {"num_nextn_predict_layers": 0})) is None
+    nextn = recipe.with_(name="nextn", draft_model=None)
+    assert pool_need(recipe, spark, seen)["weights"] - pool_need(nextn, spark, seen)["weights"] == 1000
+    first = recipe.fingerprint(spark, seen)
+    os.utime(draft / "config.json", (1, 1))
+    assert recipe.fingerprint(spark, seen) != first
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
+        ({"draft_model": "d"}, "need a draft, found draft_steps=0"),
+        ({"draft_model": "d", "draft_steps": 5, "hot_vocab": "map.pt"}, "scores with the target's head"),
+        ({"draft_model": "d", "draft_steps": 5, "draft_head": "fp8", "head": "bf16"}, "scores with the target's head"),
         ({"tp": 3, "nodes": 2, "dist_init_addr": "a:1"}, "cannot be shared evenly by 2 nodes"),
         ({"tp": 2, "nodes": 2}, "need dist_init_addr"),
         ({"tp": 2, "nodes": 2, "dist_init_addr": "a:1", "node_rank": 2}, "not in 0…1"),
         ({"tp": 2, "draft_steps": 3, "hot_vocab": "map.pt"}, "no hot vocabulary with tp=2"),
     ],
 )
-def test_machines_that_do_not_fit_together_are_refused(changes: dict[str, Any], reason: str) -> None:
+def test_fields_that_do_not_fit_together_are_refused(changes: dict[str, Any], reason: str) -> None:
     with pytest.raises(RecipeError, match=reason):
         Recipe("several", **changes)
     with pytest.raises(RecipeError, match="something like 0/2"):

@@ -49,6 +49,14 @@ def test_published_figures_stand_beside_what_this_machine_can(run: Path) -> None
     assert serve_command(chapters(run)) == "sparkmoe serve fp8_head_nextn"
 
 
+def test_an_arm_with_a_token_map_can_be_served_too(tmp_path: Path) -> None:
+    found = chapters(synthetic_run.make(tmp_path))
+    plan = found[1].run.manifest["plan"]
+    plan["arms"]["fp8_head_nextn"]["hot_vocab"] = "/maps/my hot.pt"
+    found[1].run.update(plan=plan)
+    assert serve_command(chapters(tmp_path / "run")) == "sparkmoe serve fp8_head_nextn --hot-vocab '/maps/my hot.pt'"
+
+
 def test_accuracy_has_its_published_pair(run: Path) -> None:
     ours, published = accuracy(chapters(run))
     assert (ours["benchmark"], published["benchmark"]) == ("sums", "GSM8K")

@@ -80,12 +80,18 @@ def serve(
         str, typer.Option(help="this machine among several, as 0/2; the others run what --print shows")
     ] = "0/1",
     meet: Annotated[str | None, typer.Option(help="host:port on machine 0, where the machines meet")] = None,
+    hot_vocab: Annotated[Path | None, typer.Option(help="tokens that the draft scores: a map of `hot-vocab`")] = None,
+    draft_model: Annotated[
+        Path | None, typer.Option(help="folder of a DSpark draft, instead of the recipe's NEXTN draft")
+    ] = None,
 ) -> None:
     """Serve a recipe in the foreground until Ctrl-C or SIGTERM. Notebooks attach to it."""
     from sparkmoe.recipe import Recipe
 
     chosen = Recipe.named(recipe)
-    chosen = chosen.with_(name=recipe, metrics=keep, mem_fraction=mem_fraction or chosen.mem_fraction)
+    own = {"hot_vocab": hot_vocab, "draft_model": draft_model}
+    own_paths = {key: path and str(path.absolute()) for key, path in own.items()}
+    chosen = chosen.with_(name=recipe, metrics=keep, mem_fraction=mem_fraction or chosen.mem_fraction, **own_paths)
     chosen = chosen.on_nodes(tp, node, meet)
     if show:
         _print_command(chosen, machine, model, port, host)

@@ -258,7 +258,9 @@ def _draft(recipe: Recipe, evidence: Evidence, samples: Sequence[Sample]) -> lis
     speculative, draft = evidence["speculative"], evidence["draft"]
     steps = speculative["steps"] if speculative else 0
     expected = f"{recipe.draft_steps} steps, top 1" if recipe.draft_steps else "none"
+    expected += ", by DSpark" if recipe.draft_model else ""
     found = f"{steps} steps, top {speculative['topk']}" if speculative else "none"
+    found += ", by DSpark" if speculative and speculative.get("algorithm") == "DSPARK" else ""
     checks = [_same("draft", expected, found, "evidence.speculative")]
     if not recipe.draft_steps or draft is None:
         return checks

@@ -84,15 +84,18 @@ def _draft_head_bytes(recipe: Recipe, seen: Checkpoint) -> int:
 def pool_need(recipe: Recipe, machine: Machine, seen: Checkpoint) -> dict[str, int]:
     """Bytes of SGLang's static pool on one GPU, by purpose: the weights, and caches that let every admitted request
     grow to the whole context. A draft keeps a recurrent state for each token of a verify step besides the request's
-    own. Tensor parallelism splits weights and states; the latent KV cache of MLA is whole on every GPU."""
+    own; of a DSpark draft the weights are counted, not its own small cache. Tensor parallelism splits weights and
+    states; the latent KV cache of MLA is whole on every GPU."""
     shape, _ = describe(seen.config)
     requests = recipe.max_running_requests or machine.max_concurrency
     tokens = recipe.max_total_tokens or requests * (recipe.context_length or seen.context_length or 32_768)
     kinds = shape.kinds if recipe.draft_steps else shape.kinds[: shape.layers]
     width = 1 if recipe.kv_cache_dtype.startswith("fp8") else 2
+    files = Path(recipe.draft_model).glob("*.safetensors") if recipe.draft_model else ()
+    drafter = sum(file.stat().st_size for file in files)
     states = requests * (recipe.draft_steps + 2 if recipe.draft_steps else 1)
     return {
-        "weights": seen.weight_bytes // recipe.tp,
+        "weights": (seen.weight_bytes + drafter) // recipe.tp,
         "KV cache": tokens * width * shape.cache_values * (len(kinds) - kinds.count("kda")),
         "recurrent states": states * kinds.count("kda") * (4 * shape.state_values + 2 * shape.conv_values) // recipe.tp,
     }

@@ -152,7 +152,7 @@ class Machine:
         )
 
     def can(self, what: str) -> bool:
-        """Whether this machine can run `what`: a MoE backend, `fp8_head`, `nextn` or `cuda_graphs`."""
+        """Whether this machine can run `what`: a MoE backend, `fp8_head`, `nextn`, `dspark` or `cuda_graphs`."""
         return self.why_not(what) is None
 
     def why_not(self, what: str) -> str | None:
@@ -211,6 +211,7 @@ _NEEDS: dict[str, tuple[str, tuple[int | tuple[int, int], ...]] | None] = {
     "auto": None,
     "native": None,
     "nextn": None,
+    "dspark": ("DSpark", _ANY_GPU),
     "humming": ("Humming", _ANY_GPU),
     "marlin": ("Marlin", _ANY_GPU),
     "flashinfer_mxfp4": ("FlashInfer's MXFP4 MoE", (9, 10, 12)),

@@ -98,8 +98,10 @@ class Dissection:
 def load_of(recipe: Recipe, machine: Machine, context: int) -> Load:
     """The roofline's load for one request of a recipe. The CPU platform holds 16-bit weights in FP32, its head apart.
 
-    Raises DataError for a hot vocabulary that cannot be read.
+    Raises DataError for a hot vocabulary that cannot be read, and for a DSpark draft, whose bytes nobody counted.
     """
+    if recipe.draft_model:
+        raise DataError(f"the roofline knows the model's own draft, not that of recipe {recipe.name}; measure it")
     hot_tokens = len(hot_vocab.load(recipe.hot_vocab)) if recipe.hot_vocab else None
     on_cpu = machine.profile == "cpu"
     return Load(

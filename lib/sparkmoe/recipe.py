@@ -69,6 +69,8 @@ class Recipe:
     `draft_steps` is K, the tokens drafted per verify step (0: no draft). `draft_head` is the head that the draft scores
     with: the target's, or an FP8 copy of a 16-bit one; "weight_only" and "unscaled" show the two ways in which sharing
     an FP8 head fails. `hot_vocab` is a map made by `sparkmoe hot-vocab`: the draft then scores these tokens alone.
+    `draft_model` is the folder of a DSpark draft: a model of its own, which drafts K tokens as one block in place of
+    the NEXTN layer and scores them with the target's head.
     `tp` splits every matrix over so many GPUs, the same number on each of `nodes` machines, of which this is number
     `node_rank`; they meet at `dist_init_addr` (host:port on the first).
     `moe_activation="fp8"` asks Humming for FP8 activations. `context_length` above the model's own is refused.
@@ -82,6 +84,7 @@ class Recipe:
     draft_steps: int = 0
     draft_head: DraftHead = "shared"
     hot_vocab: str | None = None
+    draft_model: str | None = None
     context_length: int | None = None
     mem_fraction: float | None = None
     max_total_tokens: int | None = None
@@ -106,8 +109,14 @@ class Recipe:
             raise RecipeError(f"recipe {self.name}: draft_steps={self.draft_steps} is not in 0…{MAX_DRAFT_STEPS}")
         if self.moe_activation == "fp8" and self.moe != "humming":
             raise RecipeError(f"recipe {self.name}: only moe='humming' takes FP8 activations, found moe={self.moe!r}")
-        if not self.draft_steps and (self.draft_head != "shared" or self.hot_vocab):
-            raise RecipeError(f"recipe {self.name}: draft_head and hot_vocab need a draft, found draft_steps=0")
+        own_head = self.draft_head != "shared" or self.hot_vocab
+        if not self.draft_steps and (own_head or self.draft_model):
+            raise RecipeError(
+                f"recipe {self.name}: draft_head, hot_vocab and draft_model need a draft, found draft_steps=0"
+            )
+        if self.draft_model and own_head:
+            raise RecipeError(f"recipe {self.name}: a DSpark draft scores with the target's head; drop draft_head and "
+                              "hot_vocab, or draft_model")  # fmt: skip
         if self.draft_head == "fp8" and self.head == "fp8":
             raise RecipeError(f"recipe {self.name}: with head='fp8' the shared head is FP8 already; drop draft_head")
         if self.draft_head in ("weight_only", "unscaled") and self.head != "fp8":
@@ -162,6 +171,7 @@ class Recipe:
         """One line that says why this recipe cannot run on a machine (with a model), None if it can."""
         needs = [self.moe, *(["fp8_activations"] if self.moe_activation == "fp8" else [])]
         needs += ["fp8_head"] if self.head == "fp8" else []
+        needs += ["dspark"] if self.draft_model else []
         for need in needs:
             if reason := machine.why_not(need):
                 return reason
@@ -174,7 +184,9 @@ class Recipe:
             return f"there is no token map {self.hot_vocab}; make one with `sparkmoe hot-vocab`"
         if checkpoint is None:
             return None
-        if self.draft_steps and not checkpoint.draft_layers:
+        if self.draft_model and not (Path(self.draft_model) / "config.json").is_file():
+            return f"there is no draft in {self.draft_model}: expected a folder with config.json and its weights"
+        if self.draft_steps and not self.draft_model and not checkpoint.draft_layers:
             return f"{checkpoint.path.name} has no NEXTN layer (num_nextn_predict_layers is 0), so it cannot draft"
         if self.moe == "flashinfer_mxfp4" and checkpoint.experts != "mxfp4":
             return f"flashinfer_mxfp4 needs MXFP4 experts; those of {checkpoint.path.name} are {checkpoint.experts}"
@@ -256,7 +268,10 @@ class Recipe:
             argv.append("--enable-fp32-lm-head")
         elif self.head == "fp8":
             env[FP8_HEAD_ENV] = "1"
-        if self.draft_steps:
+        if self.draft_model:
+            argv += ["--speculative-algorithm", "DSPARK", "--speculative-draft-model-path", self.draft_model]
+            argv += ["--speculative-dspark-block-size", str(self.draft_steps)]
+        elif self.draft_steps:
             argv += ["--speculative-algorithm", "NEXTN", "--speculative-num-steps", str(self.draft_steps)]
             argv += ["--speculative-eagle-topk", "1", "--speculative-num-draft-tokens", str(self.draft_steps + 1)]
             argv += ["--speculative-moe-runner-backend", moe] if moe is not None else []
@@ -293,7 +308,8 @@ class Recipe:
             machine.profile,
             machine.versions,
         ]
-        seen += [Path(self.hot_vocab).stat().st_mtime_ns] if self.hot_vocab else []
+        chosen = [self.hot_vocab, self.draft_model and f"{self.draft_model}/config.json"]
+        seen += [Path(path).stat().st_mtime_ns for path in chosen if path]
         return hashlib.sha256(json.dumps(seen, default=str).encode()).hexdigest()[:12]
 
 
@@ -306,6 +322,7 @@ RECIPES: dict[str, Recipe] = {
         Recipe("humming", moe="humming"),
         Recipe("humming_fp8", moe="humming", head="fp8"),
         Recipe("nextn", draft_steps=3),
+        Recipe("bf16_head_nextn", head="bf16", draft_steps=3),
         Recipe("fp8_head_nextn", head="fp8", draft_steps=3),
         Recipe("draft_fp8_head", head="bf16", draft_steps=3, draft_head="fp8"),
         Recipe("all_three", moe="humming", head="fp8", draft_steps=3),

@@ -12,6 +12,7 @@ import base64
 import gzip
 import json
 import os
+import shlex
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -178,11 +179,13 @@ def serve_command(found: Sequence[Chapter]) -> str | None:
     arm = keep(found)
     if arm is None or not arm.recipe:
         return None
-    wanted = arm.recipe | {"name": ""}
+    own = {"--hot-vocab": arm.recipe.get("hot_vocab"), "--draft-model": arm.recipe.get("draft_model")}
+    wanted = arm.recipe | {"name": "", "hot_vocab": None, "draft_model": None}
     names, steps = list(RECIPES), arm.recipe["draft_steps"]
     names += [f"{name}_k{steps}" for name, recipe in RECIPES.items() if recipe.draft_steps and steps]
     name = next((name for name in names if jsonable(Recipe.named(name)) | {"name": ""} == wanted), None)
-    return None if name is None else f"sparkmoe serve {name}"
+    more = [word for flag, path in own.items() if path for word in (flag, path)]
+    return None if name is None else shlex.join(["sparkmoe", "serve", name, *more])
 
 
 def command(found: Sequence[Chapter], arm: Arm) -> str:

@@ -37,7 +37,7 @@ _SECRET_FLAGS = ("--api-key", "--admin-api-key", "--config")
 def collect(scheduler: Any, stage: str) -> dict[str, Any]:
     """Everything there is to say about a `Scheduler` that has loaded its models; `stage` is "loaded" or "served"."""
     runner = scheduler.tp_worker.model_runner
-    worker = getattr(scheduler.draft_worker, "draft_worker", None) if scheduler.draft_worker is not None else None
+    worker = drafting(scheduler.draft_worker)
     return {
         "schema": SCHEMA,
         "stage": stage,
@@ -108,9 +108,14 @@ def replayssm(runner: Any) -> dict[str, Any] | None:
     }
 
 
+def drafting(worker: Any) -> Any:
+    """What drafts, or None: the worker inside NEXTN's; DSpark's own, for the one inside is that of any model."""
+    return worker if hasattr(worker, "gamma") else getattr(worker, "draft_worker", None)
+
+
 def draft(worker: Any, target_model: Any) -> dict[str, Any]:
-    model = worker.draft_runner.model
-    hot = worker.hot_token_id
+    model = worker.draft_model if hasattr(worker, "gamma") else worker.draft_runner.model
+    hot = getattr(worker, "hot_token_id", None)
     return {
         "class": type(model).__name__,
         "mode": draft_head.mode(),
@@ -122,6 +127,9 @@ def draft(worker: Any, target_model: Any) -> dict[str, Any]:
 
 
 def speculative(worker: Any) -> dict[str, Any]:
+    if hasattr(worker, "gamma"):  # a block is drafted in one pass, which SGLang counts as one step
+        drafts = {"steps": int(worker.gamma), "topk": 1, "draft_tokens": int(worker.speculative_num_draft_tokens)}
+        return {"algorithm": "DSPARK"} | drafts
     return {
         "algorithm": worker.speculative_algorithm.name,
         "steps": int(worker.speculative_num_steps),
