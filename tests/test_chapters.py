@@ -88,6 +88,16 @@ def test_a_part_is_a_bench_of_its_own(tmp_path: Path) -> None:
     assert part.manifest["machine"]["profile"] == "cpu"
 
 
+def test_what_several_users_got_is_no_sample_of_one(tmp_path: Path) -> None:
+    run = Run.create(tmp_path, run_id="07_beyond", notebook="07_beyond", machine=synthetic_run.MACHINE)
+    for request, (users, tpot_ms) in enumerate([(1, 7.0), (1, 7.1), (4, 21.0), (4, 22.0)]):
+        one = synthetic_run.sample(tpot_ms, 3.0, request)
+        line = {"arm": "nextn", "boot": 0, "request": request, "spoiled": [], "sample": one, "concurrency": users}
+        run.append(line)
+    assert notebook.Measured(run).values("nextn", "tpot_ms") == [[7.0, 7.1]]
+    assert chapters(run)[0].arms()[0].samples == 2
+
+
 def test_a_missing_run_and_another_schema_are_named(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="No run at nowhere"):
         chapters("nowhere", root=tmp_path)

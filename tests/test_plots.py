@@ -29,6 +29,7 @@ def figures() -> dict[str, go.Figure]:
         "step_bars": plots.step_bars({part: 1 + i for i, part in enumerate(sizes)}, sizes),
         "top_kernels": plots.top_kernels({f"kernel {i}" * 20: (0.1 * i, i) for i in range(30)}),
         "draft_sweep": plots.draft_sweep(roofline.sweep(LING, 233, [0.8]), {0: KNOWN, 3: POINT}),
+        "users_sweep": plots.users_sweep({"plain": {1: 80.0, 4: 150.0}, "with drafts": {1: 120.0, 4: 160.0}}),
         "accept_histogram": plots.accept_histogram({"a": [10, 20, 70], "b": [50, 30, 20]}),
         "length_scatter": plots.length_scatter(base, base * rng.lognormal(0, 0.2, 50)),
     }

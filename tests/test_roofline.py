@@ -215,6 +215,17 @@ def test_nextn_step_and_break_even(drafts: int, size: float, even: float) -> Non
     assert roofline.break_even(LING, drafts, load) == pytest.approx(even, rel=HALF_PERCENT)
 
 
+def test_two_gpus_share_what_can_be_cut() -> None:
+    whole = roofline.step_bytes(LING, Load(512, head="fp8", drafts=3))
+    half = roofline.split(whole, 2)
+    assert roofline.split(whole, 1) == whole
+    assert half.target["experts"] == whole.target["experts"] / 2
+    assert half.draft["head"] == whole.draft["head"] / 2
+    assert half.target["router"] == whole.target["router"]
+    assert half.draft["KV cache"] == whole.draft["KV cache"]
+    assert 0.5 < half.total / whole.total < 0.52
+
+
 def test_distinct_experts() -> None:
     found = [roofline.expected_distinct(512, 8, n) for n in (1, 2, 3, 4)]
     assert found == pytest.approx([8, 15.9, 23.6, 31.3], abs=0.06)

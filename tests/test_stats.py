@@ -191,6 +191,20 @@ def test_minimum_ratio_is_found_with_the_promised_power() -> None:
         stats.minimum_ratio(1, 0.02)
 
 
+def test_an_interaction_is_a_ratio_of_ratios_with_both_their_errors() -> None:
+    rng, hits, false_alarms = np.random.default_rng(13), [], []
+    for _ in range(400):
+        first, second, third, fourth = ([m * np.exp(rng.normal(0, 0.02, 4))] for m in (12.0, 10.0, 7.0, 7.0 / 1.32))
+        alone, together = stats.ratio(first, second), stats.ratio(third, fourth)
+        found = stats.interaction(together, alone)
+        hits.append(not found.excludes(1.1))
+        false_alarms.append(stats.interaction(stats.ratio(third, fourth), stats.ratio(third, fourth)).excludes(1))
+    assert found.estimate == pytest.approx(together.estimate / alone.estimate)
+    assert (found.unit, found.n) == ("request", 4)
+    assert 0.92 <= covered(hits) <= 1.0
+    assert not any(false_alarms)
+
+
 # -------------------------------------------------------------------------------------------------------------- lengths
 
 

@@ -217,11 +217,12 @@ class _Boot:
         while not settled and len(times) < MAX_WARMUPS:
             client.flush_cache()
             tail.new()
-            for outcome in self._send(wave, client)[0]:
+            outcomes, wave_s = self._send(wave, client)
+            for outcome in outcomes:
                 if isinstance(outcome, RequestFailed):
                     raise outcome
                 samples.append(outcome)
-            times.append(statistics.median(s.tpot_ms or s.latency_ms or 0.0 for s in samples[-len(wave.requests) :]))
+            times.append(_token_ms(samples[-len(wave.requests) :], wave_s))
             compiled.append(len(compile_lines(tail.new())))
             settled = len(times) > 1 and not compiled[-1] and abs(times[-1] - times[-2]) <= AGREE * min(times[-2:])
         if not settled:
@@ -277,6 +278,14 @@ class _Boot:
             except RequestFailed as error:
                 outcomes.append(error)
         return outcomes, wave_s
+
+
+def _token_ms(samples: Sequence[Sample], wave_s: float) -> float:
+    """What a token took in a warm-up wave: of one request its TPOT. Of several the TPOT hangs on whose prompt was read
+    in between, so the whole wave counts, reading included."""
+    if len(samples) == 1:
+        return samples[0].tpot_ms or samples[0].latency_ms or 0.0
+    return 1000 * wave_s * len(samples) / max(1, sum(s.completion_tokens for s in samples))
 
 
 def _waves(workload: Workload, boot: int, repeats: int, concurrency: Sequence[int], seed: int) -> list[Wave]:

@@ -139,10 +139,13 @@ class Checks:
 
 
 class Measured:
-    """What a finished bench says about its arms; spoiled samples are left out and counted."""
+    """What a finished bench says about its arms, asked one request at a time; spoiled samples are left out and counted.
+
+    What several users got at once is another question: see `bench.levels`.
+    """
 
     def __init__(self, run: Run) -> None:
-        everything = list(run.records())
+        everything = [record for record in run.records() if record.get("concurrency", 1) == 1]
         self.records = [record for record in everything if not record.get("spoiled")]
         self.left_out = len(everything) - len(self.records)
         self.spoiled = spoiled_by(everything)

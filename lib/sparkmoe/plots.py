@@ -182,6 +182,22 @@ def draft_sweep(
     return figure
 
 
+def users_sweep(
+    tok_s: Mapping[str, Mapping[int, float]], *, title: str = "All users together, by their number"
+) -> go.Figure:
+    """Tokens a second of all users together over the number of users, a line per arm."""
+    figure = _figure(title, "users at once", "decoding speed of all users (tok/s)")
+    for k, (name, rates) in enumerate(tok_s.items()):
+        figure.add_scatter(
+            x=list(rates), y=list(rates.values()), mode="lines+markers", name=name,
+            line={"dash": DASHES[k % len(DASHES)], "color": COLORS[k % len(COLORS)]},
+            marker={"symbol": SYMBOLS[k % len(SYMBOLS)], "size": 10},
+        )  # fmt: skip
+    figure.update_xaxes(tickvals=sorted({n for rates in tok_s.values() for n in rates}))
+    figure.update_yaxes(rangemode="tozero")
+    return figure
+
+
 def accept_histogram(histograms: Mapping[str, Sequence[int]], *, title: str = "Accepted drafts per step") -> go.Figure:
     """Share of verify steps (%) that accepted exactly k drafts, by arm; the legend gives the accept length."""
     figure = _figure(title, "drafts accepted in a step", "share of verify steps (%)", barmode="group")

@@ -119,6 +119,22 @@ def step_bytes(inventory: Inventory, load: Load = Load()) -> StepBytes:
     )
 
 
+WHOLE = ("router", "norms", "draft input", "KV cache")
+"""What tensor parallelism leaves whole on every GPU: small matrices, and the latent cache that all heads read."""
+
+
+def split(step: StepBytes, tp: int) -> StepBytes:
+    """What each of `tp` GPUs reads of a step: its share of every large matrix and of the recurrent states, and `WHOLE`.
+
+    Every expert is cut, so each GPU reads a slice of the same experts; small gates that are copied count as cut.
+    """
+
+    def share(parts: Mapping[str, float]) -> dict[str, float]:
+        return {part: size if part in WHOLE else size / tp for part, size in parts.items()}
+
+    return StepBytes(share(step.target), share(step.draft))
+
+
 # ---------------------------------------------------------------------------------------------------------------- times
 
 

@@ -22,8 +22,9 @@ because its coverage, simulated over the rates and sizes met here, stays at 94.8
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -186,6 +187,20 @@ def ratio(
     low, high, method = _studentized(arms, level, seed)
     note = "one boot in an arm: the interval covers requests only; boots may differ by more" if single else ""
     return made(low=float(np.exp(low)), high=float(np.exp(high)), method=f"{method} on logarithms", note=note)
+
+
+def interaction(together: Interval, alone: Interval) -> Interval:
+    """What a lever gives beside another one ÷ what it gives alone: 1 where two levers multiply.
+
+    Both are ratios, as `ratio` makes them, of four arms that are all different, so their errors add on logarithms as
+    independent ones do.
+    """
+    half = math.hypot(*(math.log(gain.high / gain.low) / 2 for gain in (together, alone)))
+    center = together.estimate / alone.estimate
+    return replace(
+        together, estimate=center, low=center * math.exp(-half), high=center * math.exp(half),
+        n=min(together.n, alone.n), method="of two ratios, on logarithms",
+    )  # fmt: skip
 
 
 def _logs(by_boot: Sequence[ArrayLike], arm: str, within: Within, single: bool) -> Floats:
