@@ -43,6 +43,7 @@ MINUTES = {
     "04_fp8_lm_head": (3.0, 14.0),
     "05_mtp_nextn": (6.0, 25.0),
     "06_gsm8k": (3.0, 7.0),
+    "07_beyond": (2.5, 16.0),
     "08_report": (0.2, 0.5),
 }
 _UNKNOWN_MINUTES = (2.0, 20.0)
