@@ -80,7 +80,7 @@ def test_verify_and_replay_are_the_recurrence(length, lowest):
     q, k, v, g, beta, state = problem(3, length, 16, lowest)
     want, states = delta_rule(q, k, v, g, beta, state)
     before = state.clone()
-    out, u, total = kda.verify(q, k, v, g, beta, state)
+    out, u, total = kda.verify(torch.stack([q, k], 1), v, g, beta.unsqueeze(2), state)
     assert torch.equal(state, before)
     torch.testing.assert_close(out.double(), want, atol=1e-5, rtol=1e-4)
     for count in range(1, length + 1):

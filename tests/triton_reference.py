@@ -115,7 +115,7 @@ for bound in (-5.0, None):
     g = kda.log_decay(raw, a, a * bias, bound).view(B, T, H, K).transpose(1, 2).reshape(-1, T, K)
     state = pool[slots.long()].flatten(0, 1)
     strength = beta.sigmoid().view(B, T, H).transpose(1, 2).reshape(-1, T)
-    out, u, total = kda.verify(q, k, v, g, strength, state)
+    out, u, total = kda.verify(torch.stack([q, k], 1), v, g, strength.unsqueeze(-1), state)
     replayed = torch.stack([kda.replay(state, k, u, total, n + 1).view(B, H, K, K) for n in range(T)], 1)
     equal(
         f"KDA, verify, {kind}",

@@ -48,24 +48,23 @@ def step(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor
     return torch.bmm(state, q.unsqueeze(2)).squeeze(2)
 
 
-def verify(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """A few drafted tokens; `state` [G, V, K] stays as it is. q, k, g: [G, T, K]; v: [G, T, V]; beta: [G, T].
+def verify(qk: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """A few drafted tokens; `state` [G, V, K] stays as it is. qk: [G, 2, T, K]; g: [G, T, K]; v: [G, T, V]; beta:
+    [G, T, 1].
 
     Returns the outputs [G, T, V], the writes u [G, T, V] and the cumulative log decay [G, T, K], which `replay`
     takes. The decay between two tokens is computed pair by pair, so any gate is exact here.
     """
-    groups, n, size = q.shape
+    groups, _, n, size = qk.shape
     total = g.cumsum(1)
-    pair = (total.unsqueeze(2) - total.unsqueeze(1)).exp_().mul_(k.unsqueeze(1))  # [G, t, s, K], dropped where s > t
-    both = torch.bmm(pair.view(groups * n, n, size), torch.stack([k, q], -1).view(groups * n, size, 2))
-    mixing, attention = both.view(groups, n, n, 2).unbind(-1)
-    decay = total.exp()
-    seen = torch.bmm(torch.cat([k * decay, q * decay], 1), state.transpose(1, 2))  # [G, 2 T, V]
-    beta = beta.unsqueeze(2)
-    u = torch.sub(v, seen[:, :n]).mul_(beta)
-    if n > 1:
-        u = torch.linalg.solve_triangular((mixing * beta).tril_(-1), u, upper=False, unitriangular=True)
-    return torch.baddbmm(seen[:, n:], attention.tril(), u), u, total
+    reads = (qk * total.exp().unsqueeze(1)).view(groups, 2 * n, size)
+    seen_q, seen_k = torch.bmm(reads, state.transpose(1, 2)).view(groups, 2, n, -1).unbind(1)
+    pair = (total.unsqueeze(2) - total.unsqueeze(1)).exp_().mul_(qk[:, 1].unsqueeze(1))  # [G, t, s, K]
+    attention, mixing = (qk.unsqueeze(3) * pair.unsqueeze(1)).sum(-1).unbind(1)  # [G, t, s], dropped where s > t
+    u = torch.sub(v, seen_k).mul_(beta)
+    if n > 1:  # reads only what lies below the diagonal
+        u = torch.linalg.solve_triangular(mixing * beta, u, upper=False, unitriangular=True)
+    return torch.baddbmm(seen_q, attention.tril(), u), u, total
 
 
 def replay(state: Tensor, k: Tensor, u: Tensor, total: Tensor, count: int) -> Tensor:

@@ -114,22 +114,20 @@ class KdaLayer:
         at = slice(p.state_slots[0], p.state_slots[0] + 1) if batch == 1 else p.state_slots
         window = torch.cat([conv_pool[at], qkv.view(batch, length, -1)], 1)
         mixed = short_conv(window, self.conv_weight, length).view(batch, length, 3, self.heads, self.size)
-        qk = l2_normalize(mixed[:, :, :2], self.qk_scale)
         state = state_pool[at].flatten(0, 1)
         if not p.verify:
-            q, k = qk[:, 0].transpose(0, 1).reshape(2, -1, self.size).unbind(0)
+            q, k = l2_normalize(mixed[:, 0, :2], self.qk_scale).transpose(0, 1).reshape(2, -1, self.size).unbind(0)
             out = kda.step(q, k, mixed[:, 0, 2].reshape(-1, self.size), g.view(-1, self.size), beta, state)
             conv_pool[at] = window[:, 1:]
             if batch > 1:
                 state_pool[at] = state.view(batch, self.heads, self.size, self.size)
             return out.view(batch, self.heads, self.size)
-        q, k, v, g = (
-            t.transpose(1, 2).reshape(-1, length, self.size)
-            for t in (qk[:, :, 0], qk[:, :, 1], mixed[:, :, 2], g.view(batch, length, self.heads, self.size))
-        )
-        beta = beta.view(batch, length, self.heads).transpose(1, 2).reshape(-1, length)
-        out, u, total = kda.verify(q, k, v, g, beta, state)
-        p.drafted.append(Drafted(k, u, total, window))
+        mixed = mixed.permute(0, 3, 2, 1, 4).contiguous().view(-1, 3, length, self.size)
+        qk = l2_normalize(mixed[:, :2], self.qk_scale)
+        g = g.view(batch, length, self.heads, self.size).transpose(1, 2).reshape(-1, length, self.size)
+        beta = beta.view(batch, length, self.heads).transpose(1, 2).reshape(-1, length, 1)
+        out, u, total = kda.verify(qk, mixed[:, 2], g, beta, state)
+        p.drafted.append(Drafted(qk[:, 1], u, total, window))
         return out.view(batch, self.heads, length, self.size).transpose(1, 2).flatten(0, 1)
 
     def _prompts(self, qkv: Tensor, g: Tensor, beta: Tensor, p: Pass) -> Tensor:
@@ -244,6 +242,8 @@ class SparseMlp:
             normalize=module.norm_expert_prob,
             scale=1.0 if module.routed_scaling_factor is None else float(module.routed_scaling_factor),
         )
+        for weight in (module.experts.w13_weight, module.experts.w2_weight):
+            weight.data = Experts.transposed(weight.data)
         experts = module.experts
         self.experts = Experts(experts.w13_weight.data, experts.w2_weight.data, module.expert_swiglu_limit)
         self.gate = module.gate.weight.data
