@@ -165,3 +165,17 @@ def test_a_version_that_reads_the_limit_itself_is_left_alone(monkeypatch: pytest
     caught_up = "limit = config.gemm1_clamp_limit\n" * 2
     monkeypatch.setattr(inspect, "getsource", lambda _: caught_up)
     assert {hooks.status(hook).state for hook in HOOKS} == {hooks.State.NOT_NEEDED}
+
+
+@pytest.mark.parametrize(("value", "hooked"), [("0", False), ("1", True), (None, True)])
+def test_the_clamp_can_be_left_out_to_measure_what_it_is_worth(
+    monkeypatch: pytest.MonkeyPatch, value: str | None, hooked: bool
+) -> None:
+    asked: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(hooks, "register", asked.append)
+    monkeypatch.delenv(humming_clamp.OFF_ENV, raising=False)
+    if value is not None:
+        monkeypatch.setenv(humming_clamp.OFF_ENV, value)
+    humming_clamp.register()
+    assert asked == ([HOOKS] if hooked else [])

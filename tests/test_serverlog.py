@@ -1,6 +1,6 @@
 import pytest
 
-from sparkmoe.serverlog import STAGES, Progress, last_words, likely_cause, progress
+from sparkmoe.serverlog import STAGES, Progress, last_words, likely_cause, progress, seconds_spent
 
 # A start as SGLang 0.5.23 logs it on a CPU, shortened.
 CPU_START = """\
@@ -45,6 +45,16 @@ def test_reading_in_pieces_is_reading_at_once() -> None:
     whole = progress(CPU_START)
     for cut in range(len(CPU_START)):
         assert progress(CPU_START[cut:], progress(CPU_START[:cut])) == whole
+
+
+def test_where_the_seconds_of_a_start_went() -> None:
+    later = [
+        "[2026-11-29 10:02:20] Load weight end. elapsed=0.15 s, type=BailingMoeForCausalLMNextN, avail mem=30.1 GB",
+        "[2026-11-29 10:02:55] Capture target decode CUDA graph end. elapsed=43.10 s, mem usage=1 GB, avail mem=9 GB.",
+        "[2026-11-29 10:02:58] Capture draft decode CUDA graph end. elapsed=2.40 s, mem usage=0.1 GB, avail mem=29 GB.",
+        "[2026-11-29 10:03:30] Triton kernel 'chunk_kda' took 12.50 s to compile after serving started. Warm it up.",
+    ]
+    assert seconds_spent([*CPU_START, *later]) == pytest.approx({"load": 1.0, "graphs": 45.5, "compile": 12.5})
 
 
 def test_the_last_stage_is_ready() -> None:

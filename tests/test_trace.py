@@ -137,6 +137,21 @@ def test_steps_are_found_without_the_first_and_without_prefills(tmp_path: Path, 
     assert how in found.how
 
 
+@pytest.mark.parametrize("spans", [True, False])
+def test_a_trimmed_trace_is_small_and_gives_the_same_step(tmp_path: Path, spans: bool) -> None:
+    seen = trace.read(gpu_trace(40, draft=True, spans=spans).save(tmp_path / "whole.json.gz"))
+    found = trace.steps(seen, skip=4)
+    small = trace.read(trace.trim(seen, found, tmp_path / "kept/small.json.gz", count=3))
+    again = trace.steps(small, skip=0)
+    assert len(again) == 3
+    assert len(small) < len(seen) / 8
+    whole, part = break_down(seen, found), break_down(small, again)
+    assert part.parts.keys() == whole.parts.keys()
+    assert [ms for ms, _ in part.parts.values()] == pytest.approx([ms for ms, _ in whole.parts.values()])
+    assert part.step_ms == pytest.approx(whole.step_ms)
+    assert part.launch_gap_ms == pytest.approx(whole.launch_gap_ms)
+
+
 def test_a_trace_without_decode_steps_says_what_it_holds(tmp_path: Path) -> None:
     w = Writer()
     w.add("user_annotation", "step[EXTEND bs=1 toks=9]", 0, 10)

@@ -47,6 +47,24 @@ def progress(lines: Iterable[str], before: Progress = Progress()) -> Progress:
     return here
 
 
+_SPENT = {
+    "load": re.compile(r"Load weight end\. elapsed=([\d.]+) s"),
+    "graphs": re.compile(r"Capture .* end\. elapsed=([\d.]+) s"),
+    "compile": re.compile(r"took ([\d.]+) s to compile after serving started"),
+}
+
+
+def seconds_spent(lines: Iterable[str]) -> dict[str, float]:
+    """Seconds that a server spent on weights ("load"), CUDA graphs ("graphs") and, once it served, on compiling kernels
+    ("compile"), target and draft together; what it compiled before that is in the other two."""
+    spent = dict.fromkeys(_SPENT, 0.0)
+    for line in lines:
+        for what, mark in _SPENT.items():
+            if found := mark.search(line):
+                spent[what] += float(found[1])
+    return spent
+
+
 # (pattern, what it means, what to do). First match in the table wins: from the particular to the general.
 _CAUSES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
     (re.compile(pattern, re.IGNORECASE), text)

@@ -19,6 +19,7 @@ the draft model (`scope_name`). Scopes may nest; the innermost counts.
 from __future__ import annotations
 
 import gzip
+import json
 import re
 from array import array
 from collections.abc import Iterator
@@ -232,6 +233,28 @@ def steps(trace: Trace, *, skip: int = 1) -> Steps:
             f"another without a prefill between, spans: {', '.join(seen) or 'none'}. Profile while a request decodes."
         )
     return Steps(begin, end, how)
+
+
+def trim(trace: Trace, found: Steps, path: Path, *, count: int = 4) -> Path:
+    """Write the first `count` of the steps as a trace of their own (`.json.gz`): a few hundred kilobytes that can be
+    kept beside the figures, and that `read` and `steps(…, skip=0)` take like the whole one."""
+    begin, end = found.begin_us[0], found.end_us[:count][-1]
+    cause = np.arange(len(trace))
+    launched = trace.launched_by >= 0
+    cause[trace.work[launched]] = trace.launched_by[launched]
+    since = trace.start_us[cause]
+    kept = np.flatnonzero((since >= begin) & (since <= end))  # with the span that ends the last step
+    columns = zip(trace.name[kept], trace.kind[kept], trace.thread[kept], trace.start_us[kept],
+                  trace.duration_us[kept], trace.correlation[kept], strict=True)  # fmt: skip
+    events = [
+        {"ph": "X", "cat": KINDS[kind], "name": trace.names[name], "pid": 1, "tid": int(thread), "ts": float(start)}
+        | {"dur": float(duration)}
+        | ({"args": {"correlation": int(correlation)}} if correlation >= 0 else {})
+        for name, kind, thread, start, duration, correlation in columns
+    ]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(gzip.compress(json.dumps({"traceEvents": events}).encode(), mtime=0))
+    return path
 
 
 def _graph_launches(trace: Trace) -> Floats:

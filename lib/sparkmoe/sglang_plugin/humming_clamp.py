@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import os
 import pkgutil
 from collections import Counter
 from collections.abc import Callable
@@ -28,6 +29,7 @@ import torch
 from sparkmoe.sglang_plugin import hooks
 
 _MOE = "sglang.srt.layers.moe."
+OFF_ENV = "SPARKMOE_SWIGLU_CLAMP"
 HUMMING_CORE = _MOE + "moe_runner.humming.HummingRunnerCore"
 MARLIN_RUNNER = _MOE + "moe_runner.marlin.fused_experts_none_to_marlin"
 MARLIN_LIMIT = _MOE + "fused_moe_triton.fused_marlin_moe.swiglu_limit_func"
@@ -138,6 +140,9 @@ HOOKS = (
 
 
 def register() -> None:
-    """Register wherever there is a GPU: neither backend runs without one, and both need it for any recipe of theirs."""
-    if torch.cuda.is_available():
+    """Register wherever there is a GPU: neither backend runs without one, and both need it for any recipe of theirs.
+
+    `SPARKMOE_SWIGLU_CLAMP=0` leaves the hooks out, to measure what the limit is worth and what it costs.
+    """
+    if torch.cuda.is_available() and os.environ.get(OFF_ENV) != "0":
         hooks.register(HOOKS)
