@@ -22,6 +22,7 @@ from sparkmoe.bench import Progress, bench, levels, show, spoiled_by
 from sparkmoe.client import Sample
 from sparkmoe.errors import DataError, EngineError, MachineError, NotEngaged, RecipeError, StoreError
 from sparkmoe.judge import LogTail, machine_alarms, reasons_spoiled
+from sparkmoe.recipe import Recipe
 from sparkmoe.results import Run, by_boot
 from sparkmoe.workload import Prompt
 from standin import ARMS, MACHINE, StandIn, boot_with, prompts
@@ -42,10 +43,11 @@ def go(
 
 
 def identity(record: dict[str, Any]) -> tuple[Any, ...]:
-    """What two runs of one plan must have in common; times are not."""
+    """What two runs of one plan must have in common; times are not, nor what a busy machine does to them."""
     sample = record["sample"]
-    same = ("arm", "boot", "request", "wave", "concurrency", "prompt", "spoiled")
-    return (*(json.dumps(record[k]) for k in same), sample["prompt_hash"], tuple(sample["token_ids"]))
+    same = ("arm", "boot", "request", "wave", "concurrency", "prompt")
+    spoiled = [reason for reason in record["spoiled"] if not reason.startswith("unread")]
+    return (*(json.dumps(record[k]) for k in same), *spoiled, sample["prompt_hash"], tuple(sample["token_ids"]))
 
 
 def test_every_arm_boot_and_request_is_measured_once(run: Run) -> None:
@@ -79,6 +81,35 @@ def test_order_is_interleaved_seeded_and_fair(run: Run, tmp_path: Path) -> None:
     with Run.create(tmp_path, run_id="again") as again:
         go(again, boots=4)
         assert sorted(map(identity, again.records())) == sorted(map(identity, records))
+
+
+def test_a_server_that_is_up_is_its_arm_s_first_boot(run: Run) -> None:
+    begun: list[StandIn] = []
+    others: list[StandIn] = []
+
+    class Up:
+        recipe = Recipe.named("nextn")
+
+        def __init__(self) -> None:
+            self.server: Any = boot_with(run.path / "logs", started=begun)(self.recipe)
+
+        def running(self) -> bool:
+            return self.server is not None
+
+        def __enter__(self) -> Any:
+            return self.server.__enter__()
+
+        def __exit__(self, *exc: Any) -> None:
+            self.server.__exit__(*exc)
+            self.server = None
+
+    for seed in range(3):  # whatever the order would have been
+        with Run.create(run.path, run_id=str(seed)) as one:
+            go(one, started=others, seed=seed, running=Up())
+            records = list(one.records())
+            assert [r["arm"] for r in records[:4]] == ["nextn"] * 4
+            assert len(records) == 24
+    assert (len(begun), len(others)) == (3, 3 * 5)
 
 
 def test_a_bench_of_one_file_with_its_hash_and_its_plan(run: Run) -> None:
@@ -285,6 +316,10 @@ def test_reasons_that_spoil_a_sample() -> None:
     assert reasons_spoiled(replace(good, completion_tokens=7), prompt, []) == ["length: 7 tokens instead of 8"]
     assert reasons_spoiled(replace(good, completion_tokens=7), replace(prompt, ignore_eos=False), []) == []
     assert reasons_spoiled(replace(good, error="died: x"), prompt, []) == ["error: died: x"]
+    heap, steps = (tuple(378.0 + gap * i for i in range(8)) for gap in (0.003, 1.0))
+    late = replace(good, ttft_ms=378.0, chunk_times_ms=heap)
+    assert reasons_spoiled(late, prompt, [])[0].startswith("unread: the answer came in one heap, 8 pieces")
+    assert reasons_spoiled(replace(late, chunk_times_ms=steps), prompt, []) == []
 
 
 def test_machine_alarms(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -106,13 +106,16 @@ def bench(
     floor_ms: Mapping[str, float] | None = None,
     check: Check | None = None,
     boot_with: BootWith | None = None,
+    running: Engine | None = None,
 ) -> Iterator[Progress]:
     """Measure every arm in `boots` boots, each prompt `repeats` times at each level of `concurrency`, into `run`.
 
     `sampling` is passed to `Client.generate` (greedy if not given). `floor_ms` is, per arm, the least time that a
     decode step can take here (`step_ms` of `roofline.predict` at the nominal bandwidth). In every boot
-    `check(server, warm_up_samples)` runs before anything is measured, and may raise, as `NotEngaged`. Yields a
-    `Progress` before each boot and warm-up and after each wave of requests.
+    `check(server, warm_up_samples)` runs before anything is measured, and may raise, as `NotEngaged`. `running` is a
+    server of one of the arms that was started to make the prompts with: that arm comes first in the first round, with
+    this server as its boot, so that a model is loaded once less; it is ended with it. Yields a `Progress` before each
+    boot and warm-up and after each wave of requests.
 
     Raises, before the first boot: RecipeError, MachineError, DataError or StoreError for arms, concurrency or prompts
     that do not fit, or a run begun with others. Later: EngineError when a server dies; what was measured stays.
@@ -131,17 +134,22 @@ def bench(
     def boot_engine(recipe: Recipe) -> AbstractContextManager[Server]:
         return Engine(recipe, machine, model, log_dir=run.folder("logs"), show=False)
 
+    def start(recipe: Recipe) -> AbstractContextManager[Server]:
+        up = running is not None and running.recipe == recipe and running.running()
+        return running if up and running is not None else (boot_with or boot_engine)(recipe)
+
     done, todo, total = run.done(), [], 0
     for boot in range(boots):
         waves = _waves(workload, boot, repeats, concurrency, seed)
-        for arm in _shuffled(recipes, seed, "arms", boot):
+        order = _shuffled(recipes, seed, "arms", boot)
+        for arm in sorted(order, key=lambda arm: boot > 0 or running is None or running.recipe.name != arm):
             total += sum(len(w.requests) for w in waves)
             if missing := [w for w in waves if any((arm, boot, n) not in done for n, _ in w.requests)]:
                 todo.append((boot, arm, missing))
     pace = _Pace([(arm, sum(len(w.requests) for w in waves)) for _, arm, waves in todo])
     for boot, arm, waves in todo:
         floor = (floor_ms or {}).get(arm)
-        one = _Boot(run, recipes[arm], boot, done, machine, sampling, timeout_s, floor, check, boot_with or boot_engine)
+        one = _Boot(run, recipes[arm], boot, done, machine, sampling, timeout_s, floor, check, start)
         for doing in one.measure(waves, pace):
             yield Progress(len(done), total, arm, boot, doing, pace.left_s())
     run.update(clocks_after=clocks())

@@ -25,6 +25,8 @@ from sparkmoe.workload import Prompt
 
 _COMPILES = re.compile(r"to compile after serving started|device-loaded after serving started|FlashInfer autotune")
 _SWAPPED_BYTES = 16 << 20
+# No server makes a step in that time; a client that slept through an answer reads it so.
+_UNREAD_MS, _STALL_MS = 0.02, 100.0
 
 
 def compile_lines(lines: Sequence[str]) -> list[str]:
@@ -43,6 +45,10 @@ def reasons_spoiled(sample: Sample, prompt: Prompt, lines: Sequence[str], floor_
         reasons.append(f"cache: {sample.cached_tokens} of {sample.prompt_tokens} prompt tokens came from the cache")
     if prompt.ignore_eos and sample.completion_tokens != prompt.max_new_tokens:
         reasons.append(f"length: {sample.completion_tokens} tokens instead of {prompt.max_new_tokens}")
+    gaps, waited_ms = sample.gaps_ms, sample.ttft_ms or 0.0
+    if len(gaps) > 2 and statistics.median(gaps) < _UNREAD_MS and waited_ms > _STALL_MS:
+        reasons.append(f"unread: the answer came in one heap, {len(gaps) + 1} pieces within {sum(gaps):.2f} ms; other "
+                       "programs kept this one from reading them as they came")  # fmt: skip
     if floor_ms is not None and sample.tpot_ms is not None:
         step_ms = sample.tpot_ms * (sample.accept_length or 1.0)
         if step_ms < floor_ms:
