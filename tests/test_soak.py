@@ -58,11 +58,11 @@ def as_openai_would(client: Client, key: str) -> None:
 @pytest.mark.server
 def test_two_minutes_of_use_with_two_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SPARKMOE_HOME", str(tmp_path))
-    soak = Soak(tmp_path, minutes=1.5, requests=20_000, kills=2, questions=8)
+    soak = Soak(tmp_path, minutes=1.5, requests=20_000, kills=2, questions=8, spared_s=10)
     record = soak.run(as_openai_would)
     said = (tmp_path / "serve.log").read_text()
     assert record["ok"], f"{record}\n{said}"
-    assert record["requests"] >= 20
+    assert record["requests"] >= 100
     assert max(record["recovered_s"]) <= MAX_RECOVERY_S
     assert said.count("the server ended (") == 2
     assert list((tmp_path / "servers").glob("*-*.json")) == []
