@@ -77,6 +77,16 @@ class Client:
         """Stop it; returns once the trace is written."""
         self._call("POST", "/stop_profile")
 
+    def simulate_accept_length(self, tokens: float) -> None:
+        """Make every verify step accept `tokens` on average, whatever was drafted (0: what the drafts are worth).
+
+        For random weights. The server must have been started with SPARKMOE_ACCEPT_SWITCH=1 and a draft that long.
+        """
+        answer = json.loads(self._call("POST", "/set_internal_state", {"server_args": {"simulate_acc_len": tokens}}))
+        if not answer or not all(answer):
+            raise RequestFailed("rejected", f"the server does not simulate an accept length of {tokens:g}: it has no "
+                                "draft that long, or was started without SPARKMOE_ACCEPT_SWITCH=1")  # fmt: skip
+
     def tokenize(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of `text`, with the model's special tokens (as a begin-of-text) added or not."""
         return self._tokenized({"prompt": text, "add_special_tokens": special})["tokens"]

@@ -19,8 +19,9 @@ from sparkmoe.sglang_plugin import hooks
 PLUGIN_NAME = "sparkmoe"
 PLATFORM_NAME = "torch_cpu"
 
-LEVERS: tuple[str, ...] = ("fp8_lm_head", "draft_head", "humming_clamp", "evidence")
-"""Names of the lever modules in this package, in the order in which they register."""
+LEVERS: tuple[str, ...] = ("fp8_lm_head", "draft_head", "humming_clamp", "evidence", "random_weights", "accept_length")
+"""Names of the lever modules in this package, in the order in which they register. The last two serve measurements of
+a shape whose weights are not at hand."""
 
 
 def register() -> None:
