@@ -8,7 +8,8 @@ from typing import Any
 import openai
 import pytest
 
-from soak import MAX_RECOVERY_S, Soak
+from soak import MAX_GROWTH, MAX_RECOVERY_S, Soak
+from sparkmoe import recorded
 from sparkmoe.client import Client
 from sparkmoe.sample import RequestFailed
 
@@ -66,3 +67,15 @@ def test_two_minutes_of_use_with_two_kills(tmp_path: Path, monkeypatch: pytest.M
     assert max(record["recovered_s"]) <= MAX_RECOVERY_S
     assert said.count("the server ended (") == 2
     assert list((tmp_path / "servers").glob("*-*.json")) == []
+
+
+def test_the_recorded_soak_is_the_one_that_the_readme_quotes() -> None:
+    found = recorded.load("soak-cpu").findings
+    recovered = [seconds for kind in found["recovered_s"].values() for seconds in kind]
+    assert (len(recovered), found["wrong"], found["failed"]) == (20, 0, 0)
+    assert found["requests"] >= 20_000
+    assert max(found["memory"]["pss_growth"], found["memory"]["own_growth"]) <= MAX_GROWTH
+    assert found["checks"]["recovery within 40 s"] == (max(recovered) <= MAX_RECOVERY_S)
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    for quoted in (f"{found['requests']:,} answers", f"{min(recovered)}–{max(recovered)} s"):
+        assert quoted in readme
