@@ -1,98 +1,146 @@
-"""Ling-3.0-flash's full shape with random weights: start arms one after another, verify each, time it, write it down.
+"""The levers at Ling-3.0-flash's full size on a GPU, with random weights, over as many stays as it takes.
 
-`full_shape.py OUT.json FOLDER [ARM …]`; FOLDER holds config.json and a tokenizer, weights are made up (`--load-format
-dummy`). An arm that OUT already holds is skipped, so an interrupted stay goes on where it ended. Random weights accept
-nothing, so the accept length of drafting arms is simulated; it is the published one, and recorded as such.
+Each arm (`arms.py`) is one boot of a server: how its start spent its time, proof that the recipe is engaged, that
+logits are finite and that routing spreads as the roofline assumes; then times per token at two contexts, under several
+simulated accept lengths that are switched in the running server; and of the main arms, where a step's time goes.
+Beside every measured time stands the predicted one: the bytes ÷ the bandwidth measured here, plus what the plain arm
+spends beyond that. The first arms serve the trained miniature in its FP4 form instead, for accuracy and accept length.
+
+An arm's result is on disk as soon as it is known. A call ends before it would be cut off, and the next one, also on
+another machine, goes on at the next arm. README.md has the commands. Without a GPU the same runs in miniature.
 """
 
+from __future__ import annotations
+
+import argparse
 import json
-import os
-import signal
-import statistics
-import subprocess
-import sys
+import tempfile
 import time
+import traceback
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
-from sparkmoe.client import Client
+import torch
+from arms import DRY, GPU, HOT_ROWS, Arm, arms
+from boot import Bench
+from stay import Clock, pack_caches, pack_run, prebuild, unpack
+from table import sound, states, table
+
+from sparkmoe import hot_vocab, inventory
 from sparkmoe.conditions import clocks, environment
-from sparkmoe.engagement import read_evidence, rows, verify
-from sparkmoe.engine import free_port
 from sparkmoe.machine import Machine
-from sparkmoe.recipe import Recipe
+from sparkmoe.nano import random_checkpoint, tokenizer
+from sparkmoe.results import Run
 
-ACCEPT_LENGTH = 2.68
-SIMULATED = (("SGLANG_SIMULATE_ACC_LEN", str(ACCEPT_LENGTH)),)
-FLAGS = ("--load-format", "dummy", "--attention-backend", "triton", "--cuda-graph-backend-prefill", "disabled")
-ARMS = {
-    "bf16_head": Recipe("bf16_head", moe="humming", head="bf16", max_running_requests=4),
-    "fp8_head": Recipe("fp8_head", moe="humming", head="fp8", max_running_requests=4),
-    "all_three": Recipe("all_three", moe="humming", head="fp8", draft_steps=3, max_running_requests=4),
-    "nextn_bf16": Recipe("nextn_bf16", moe="humming", head="bf16", draft_steps=3, max_running_requests=4),
-    "draft_fp8": Recipe(
-        "draft_fp8", moe="humming", head="bf16", draft_steps=3, draft_head="fp8", max_running_requests=4
-    ),
-    "marlin": Recipe("marlin", moe="marlin", head="fp8", draft_steps=3, max_running_requests=4),
-}
+MODEL = "ling-3.0-flash-fp4"
+PROBE_BYTES = 4 << 30
 
 
-def measure(recipe: Recipe, folder: Path, log: Path, *, deadline_s: float, requests: int = 5) -> dict[str, Any]:
-    machine, port = Machine.detect(), free_port()
-    chosen = recipe.with_(name=recipe.name, extra_args=FLAGS, extra_env=SIMULATED if recipe.draft_steps else ())
-    evidence = log.with_suffix(".evidence.json")
-    command = chosen.command(machine, model=folder, port=port, evidence=evidence)
-    begun = time.monotonic()
-    with log.open("wb") as out:
-        server = subprocess.Popen(
-            command.argv, env=os.environ | command.env, stdout=out, stderr=subprocess.STDOUT, start_new_session=True
-        )
-    try:
-        while b"fired up" not in log.read_bytes():
-            if server.poll() is not None or time.monotonic() - begun > deadline_s:
-                return {"error": log.read_text(errors="replace")[-2000:], "after_s": time.monotonic() - begun}
-            time.sleep(0.5)
-        ready_s = time.monotonic() - begun
-        client = Client(f"http://127.0.0.1:{port}", timeout_s=300.0)
-        prompt = [(7 * i) % 100_000 + 10 for i in range(512)]
-        samples = [client.generate([i + 5, *prompt], max_new_tokens=128, ignore_eos=True) for i in range(requests + 2)][
-            2:
-        ]
-        found = read_evidence(evidence)
-        return {
-            "recipe": asdict(chosen),
-            "argv": command.argv,
-            "ready_s": ready_s,
-            "tpot_ms": statistics.median(s.tpot_ms for s in samples if s.tpot_ms),
-            "tpot_all_ms": [s.tpot_ms for s in samples],
-            "accept_length": [s.accept_length for s in samples],
-            "simulated_accept_length": ACCEPT_LENGTH if recipe.draft_steps else None,
-            "checks": rows(verify(chosen, found, samples)),
-            "evidence": found,
-        }
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
+def model_folder(path: Path, config: Mapping[str, Any]) -> Path:
+    """A model of a shape alone: its config, a tokenizer of bytes, and a weight file without weights."""
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "config.json").write_text(json.dumps(dict(config)))
+    tokenizer.save(tokenizer.bytes_only(), path)
+    (path / "model.safetensors").write_bytes((2).to_bytes(8, "little") + b"{}")
+    return path
+
+
+def shape_config(machine: Machine) -> dict[str, Any]:
+    if machine.profile == "cpu":
+        limits = {f"{kind}_swiglu_limit_list": [0.0] * 2 + [0.5] * 2 for kind in ("expert", "share_expert")}
+        return random_checkpoint.BASE | {"num_hidden_layers": 4} | limits
+    return json.loads((resources.files("sparkmoe") / "models" / f"{MODEL}.json").read_text())
+
+
+def hot_map(work: Path) -> Path:
+    return work / "hot.pt"
+
+
+def open_run(results: Path) -> Run:
+    earlier = sorted(path.parent for path in results.glob("*/manifest.json"))
+    return Run.open(earlier[-1]) if earlier else Run.create(results, name="full-shape")
+
+
+def measure(bench: Bench, known: Mapping[str, Arm], todo: Iterable[Arm], out: Path) -> Iterator[str]:
+    """Measure what is not done yet, as far as the time allows; yields an arm's name when its result is packed."""
+    recipes = {name: arm.recipe for name, arm in known.items()}
+    for arm in todo:
+        state = states(bench.run).get(arm.name, {}).get("status")
+        if state in ("done", "failed"):
+            continue
+        if not bench.clock.enough():
+            return
+        begun = time.monotonic()
         try:
-            server.wait(20)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
+            facts = bench.boot(arm)
+            facts["status"] = "done" if facts.get("complete", True) else "partial"
+        except Exception as error:  # the next arm may be luckier, and a stay is short
+            status = "failed" if bench.clock.left_s() > 0 else "partial"
+            facts = {"arm": arm.name, "recipe": asdict(arm.recipe), "status": status, "error": str(error)}
+            facts["traceback"] = traceback.format_exc()
+        bench.clock.took(time.monotonic() - begun)
+        bench.run.write_json(f"arms/{arm.name}.json", facts)
+        compared = table(bench.run, recipes, bench.weights, bench.machine, bench.gb_s)
+        bench.run.write_json("table.json", compared)
+        pack_run(bench.run.path, out)
+        yield arm.name
 
 
-def main(out: Path, folder: Path, names: list[str], *, deadline_s: float) -> None:
-    done = (
-        json.loads(out.read_text()) if out.exists() else {"environment": environment(), "clocks": clocks(), "arms": {}}
-    )
-    for name in names:
-        if "tpot_ms" not in done["arms"].get(name, {}):
-            done["arms"][name] = measure(ARMS[name], folder, out.with_name(f"{name}.log"), deadline_s=deadline_s)
-            out.write_text(json.dumps(done, indent=1, default=str))
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
+    parser.add_argument("--out", type=Path, required=True, help="folder whose files outlive the stay")
+    parser.add_argument("--carried", type=Path, help="folder with what an earlier call left in --out")
+    parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "full-shape")
+    parser.add_argument("--home", type=Path, default=Path.home(), help="where compilers keep their caches")
+    parser.add_argument("--arms", help="comma-separated names, in this order (default: all)")
+    parser.add_argument("--again", help="comma-separated names: forget these arms' results first")
+    parser.add_argument("--commit", help="of this checkout, where it is a copy without git")
+    parser.add_argument("--stop-after-s", type=float, default=520.0, help="begin no arm that would not end by then")
+    parser.add_argument("--first-arm-s", type=float, default=150.0, help="what the first arm is expected to take")
+    args = parser.parse_args()
+    clock = Clock(args.stop_after_s, args.first_arm_s)
+    brought = unpack(args.carried, args.work / "results", args.home) if args.carried else []
+    machine = Machine.detect()
+    config = shape_config(machine)
+    model = model_folder(args.work / "models" / MODEL, config)
+    if not hot_map(model.parent).exists():
+        rows_kept = min(HOT_ROWS, config["vocab_size"])
+        hot_vocab.save(hot_map(model.parent), hot_vocab.choose({0: 1}, rows_kept, config["vocab_size"]))
+    known = {arm.name: arm for arm in arms(machine, hot_map(model.parent))}
+    wanted = args.arms.split(",") if args.arms else list(known)
+    if unknown := [name for name in wanted if name not in known]:
+        parser.error(f"there is no arm {unknown[0]}; known: {', '.join(known)}")
+    run = open_run(args.work / "results")
+    # The buffer is a hundred times a GPU's last-level cache; on a CPU the default is large enough.
+    gb_s = machine.probe_bandwidth(*([] if machine.profile == "cpu" else [PROBE_BYTES]))
+    shape, builds = DRY, []
+    if machine.profile != "cpu":
+        torch.cuda.empty_cache()  # the buffer back to the servers
+        shape, builds = GPU, prebuild()
+    bench = Bench(run, machine, model, inventory.from_config(config), shape, gb_s, clock, builds)
+    conditions = {"machine": machine, "gb_s": gb_s, "commit": args.commit}
+    call = environment() | conditions | {"brought": brought, "clocks": clocks()}
+    run.write_json(f"calls/{time.time():.0f}.json", call)
+    run.update(model=f"{MODEL}, random weights", **conditions)
+    for name in filter(None, (args.again or "").split(",")):
+        (run.path / "arms" / f"{name}.json").unlink(missing_ok=True)
+    done = []
+    for name in measure(bench, known, [known[name] for name in wanted], args.out):
+        done.append(name)
+        if len(done) == 1 and machine.profile != "cpu":
+            pack_caches(args.home, args.out)  # in case this call is cut off
+    run.close()
+    for build in builds:
+        build.terminate()
+    pack_run(run.path, args.out)
+    kept = pack_caches(args.home, args.out)
+    doubts = {True: "", False: ", in doubt"}
+    found = {name: state["status"] + doubts[sound(state)] for name, state in states(run).items()}
+    print(json.dumps({"run": run.id, "measured": done, "arms": found, "gb_s": gb_s, "caches": kept}))  # noqa: T201
 
 
 if __name__ == "__main__":
-    main(
-        Path(sys.argv[1]),
-        Path(sys.argv[2]),
-        sys.argv[3:] or list(ARMS),
-        deadline_s=float(os.environ.get("ARM_S", "900")),
-    )
+    main()

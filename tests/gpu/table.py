@@ -1,0 +1,77 @@
+"""Measured beside predicted, from a run's files alone."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from typing import Any
+
+from sparkmoe import roofline
+from sparkmoe.inventory import Inventory
+from sparkmoe.machine import Machine
+from sparkmoe.profiling import load_of
+from sparkmoe.recipe import Recipe
+from sparkmoe.results import Run
+from sparkmoe.sample import Sample
+
+
+def states(run: Run) -> dict[str, Any]:
+    """What is known of each arm so far."""
+    return {path.stem: json.loads(path.read_text()) for path in sorted((run.path / "arms").glob("*.json"))}
+
+
+def sound(state: Mapping[str, Any]) -> bool:
+    """Whether an arm's recipe was engaged as planned and its logits were finite."""
+    return bool(state.get("engaged", True) and state.get("logits_finite", True))
+
+
+def table(
+    run: Run, recipes: Mapping[str, Recipe], weights: Inventory, machine: Machine, gb_s: float
+) -> list[dict[str, Any]]:
+    """Measured beside predicted: a row for each arm, context, output and accept length. Times in ms per token.
+
+    `floor_ms` is bytes ÷ bandwidth, `predicted_ms` adds what the plain arm spends beyond its floor at that context;
+    `gain` is the plain arm's time ÷ this one's, as measured and as predicted.
+    """
+    found = states(run)
+    groups: dict[tuple[Any, ...], list[Sample]] = {}
+    for record in run.records():
+        state = found.get(record["arm"], {})
+        if not record["spoiled"] and state.get("booted") == record["booted"]:
+            key = (record["arm"], record["context"], record["output"], record["accept"])
+            groups.setdefault(key, []).append(Sample.from_json(record["sample"]))
+    result: list[dict[str, Any]] = []
+    plain: dict[tuple[int, int], float] = {}
+    for (arm, context, output, asked), samples in groups.items():
+        recipe, times = recipes[arm], [s.tpot_ms for s in samples if s.tpot_ms]
+        if not times:
+            continue
+        measured = statistics.median(times)
+        steps = sum(s.spec_verify_ct or 0 for s in samples)
+        length = max(1.0, sum(s.completion_tokens for s in samples) / steps) if steps else 1.0
+        load = load_of(recipe, machine, context + output // 2)
+        read = roofline.split(roofline.step_bytes(weights, load), recipe.tp).total
+        if not recipe.draft_steps and recipe.head == "bf16" and recipe.tp == 1:
+            plain.setdefault((context, output), measured)
+        row = {
+            "arm": arm,
+            "sound": sound(found[arm]),
+            "context": context,
+            "output": output,
+            "asked": asked,
+            "accept_length": length,
+        }
+        row |= {"samples": len(times), "tpot_ms": measured, "least_ms": min(times), "most_ms": max(times)}
+        row |= {"step_ms": measured * length, "bytes": read, "gb_s": read / measured / length / 1e6}
+        row["floor_ms"] = read / gb_s / 1e6 / length
+        reference = plain.get((context, output))
+        if reference is not None and recipe.tp == 1:
+            base = load_of(recipe.with_(draft_steps=0, head="bf16", hot_vocab=None, draft_head="shared"),
+                           machine, context + output // 2)  # fmt: skip
+            spent = roofline.overhead(weights, gb_s, reference, base)
+            made = roofline.predict(weights, gb_s, load, accept_length=length, overhead_ms=spent)
+            row |= {"predicted_ms": made.tpot_ms, "residual_ms": measured - made.tpot_ms}
+            row |= {"gain": reference / measured, "predicted_gain": reference / made.tpot_ms}
+        result.append(row)
+    return result

@@ -1,0 +1,127 @@
+"""The driver of a GPU stay, without a GPU: its plan, and what outlives a stay."""
+
+import importlib
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from sparkmoe import inventory
+from sparkmoe.machine import Machine
+from sparkmoe.results import Run
+
+GPU = Path(__file__).parent / "gpu"
+
+
+@pytest.fixture
+def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
+    monkeypatch.syspath_prepend(str(GPU))
+    names = ("arms", "boot", "full_shape", "stay", "table")
+    yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
+    for name in names:
+        sys.modules.pop(name)
+
+
+# ----------------------------------------------------------------------------------------------------------------- plan
+
+
+def test_a_gpu_has_at_most_fourteen_arms_that_it_can_run(modules: SimpleNamespace, tmp_path: Path) -> None:
+    machine, hot = Machine.named("hopper"), tmp_path / "hot.pt"
+    hot.touch()
+    planned = modules.arms.arms(machine, hot)
+    assert len({arm.name for arm in planned}) == len(planned) == 14
+    assert all(arm.nano for arm in planned[:2])
+    for arm in planned:
+        command = arm.recipe.command(machine, model=tmp_path, port=1)
+        assert ("dummy" in command.argv) == ("SPARKMOE_RANDOM_WEIGHTS" in command.env) == (not arm.nano)
+        assert command.env["SGLANG_ENABLE_JIT_DEEPGEMM"] == "0"
+        assert (command.env.get("SPARKMOE_SWIGLU_CLAMP") == "0") == (arm.fails == ("clamp",))
+
+
+def test_fewer_drafts_of_the_same_quality_accept_less(modules: SimpleNamespace) -> None:
+    lengths = modules.arms.accept_lengths
+    assert lengths(0) == ()
+    assert lengths(3) == (2.68, 3.9, 1.0)
+    assert lengths(3, 2) == (3, 4, 1)
+    assert lengths(1, 2) == (2, 1)
+    assert 1.7 < lengths(1)[0] < 1.8 < lengths(2)[0] < 2.68
+    assert all(1 <= length <= k + 1 for k in (1, 2, 3) for length in lengths(k))
+
+
+# ----------------------------------------------------------------------------------------------------------------- stay
+
+
+def test_a_run_and_caches_outlive_a_stay(modules: SimpleNamespace, tmp_path: Path) -> None:
+    stay, home, out = modules.stay, tmp_path / "home", tmp_path / "out"
+    for name in (".triton/cache/k/kernel.cubin", ".cache/flashinfer/a.so", ".cache/sparkmoe/model", ".ssh/key"):
+        (home / name).parent.mkdir(parents=True, exist_ok=True)
+        (home / name).write_text(name)
+    with Run.create(tmp_path / "work/results", run_id="r") as run:
+        run.append({"arm": "a", "boot": 0, "request": 0})
+        stay.pack_run(run.path, out)
+    assert list(stay.pack_caches(home, out)) == ["cache.0"]
+    again, bare = tmp_path / "again", tmp_path / "bare"
+    assert stay.unpack(out, again / "results", bare) == ["run.tar.gz", "cache.0"]
+    assert modules.full_shape.open_run(again / "results").done() == {("a", 0, 0)}
+    kept = sorted(str(path.relative_to(bare)) for path in bare.rglob("*") if path.is_file())
+    assert kept == [".cache/flashinfer/a.so", ".triton/cache/k/kernel.cubin"]
+    assert stay.unpack(out, again / "results", bare) == ["cache.0"]  # what a warm machine has is newer
+
+
+def test_caches_travel_in_parts_or_not_at_all(
+    modules: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(modules.stay, "PART_BYTES", 1000)
+    (tmp_path / "home/.cache/a").mkdir(parents=True)
+    noise = tmp_path / "home/.cache/a/noise"
+    noise.write_bytes(os.urandom(1500))
+    assert set(modules.stay.pack_caches(tmp_path / "home", tmp_path / "out")) == {"cache.0", "cache.1"}
+    modules.stay.unpack(tmp_path / "out", tmp_path / "work", tmp_path / "bare")
+    assert (tmp_path / "bare/.cache/a/noise").read_bytes() == noise.read_bytes()
+    noise.write_bytes(os.urandom(4000))
+    assert modules.stay.pack_caches(tmp_path / "home", tmp_path / "none")["too large"] > 3000
+    assert not (tmp_path / "none").exists()
+
+
+def test_no_arm_is_begun_that_would_be_cut_off(modules: SimpleNamespace) -> None:
+    clock = modules.stay.Clock(stop_after_s=100.0, first_arm_s=90.0)
+    assert clock.enough()
+    clock.took(150.0)
+    assert not clock.enough()
+    clock.took(80.0)
+    assert not clock.enough()  # the one before it took too long
+    clock.took(60.0)
+    assert clock.enough()
+
+
+# ---------------------------------------------------------------------------------------------------------------- table
+
+
+def test_the_table_sets_the_prediction_beside_the_measurement(modules: SimpleNamespace, tmp_path: Path) -> None:
+    machine, weights = Machine.named("hopper"), inventory.from_config("ling-3.0-flash-fp4")
+    recipes = {arm.name: arm.recipe for arm in modules.arms.arms(machine, tmp_path / "hot.pt")}
+    with Run.create(tmp_path, run_id="r") as run:
+        for request, (arm, booted, accept, tpot, steps) in enumerate(
+            [("humming_bf16", "now", None, 6.7, None), ("humming_bf16", "earlier", None, 99.0, None),
+             ("humming_fp8", "now", None, 6.6, None), ("all_three", "now", 2.68, 4.0, 48)]
+        ):  # fmt: skip
+            sample = {"prompt_hash": "", "started_unix_s": 0, "tpot_ms": tpot, "completion_tokens": 128}
+            record = {"arm": arm, "boot": 0, "request": request, "booted": booted, "spoiled": [], "context": 512}
+            run.append(record | {"output": 128, "accept": accept, "sample": sample | {"spec_verify_ct": steps}})
+        for arm in ("humming_bf16", "humming_fp8", "all_three"):
+            run.write_json(f"arms/{arm}.json", {"booted": "now", "engaged": arm != "humming_fp8"})
+        plain, fp8, every = modules.table.table(run, recipes, weights, machine, 4000.0)
+    assert [row["sound"] for row in (plain, fp8, every)] == [True, False, True]
+    assert plain["tpot_ms"] == 6.7
+    assert plain["predicted_ms"] == pytest.approx(6.7)
+    assert plain["gb_s"] == pytest.approx(4.82 / 6.7 * 1e3, rel=0.01)
+    assert fp8["predicted_ms"] == pytest.approx(6.7 - 0.402 / 4, abs=0.003)
+    assert fp8["residual_ms"] == pytest.approx(6.6 - fp8["predicted_ms"])
+    assert every["accept_length"] == pytest.approx(128 / 48)
+    assert every["floor_ms"] == pytest.approx(8.78 / 4 / (128 / 48), rel=0.01)
+    assert every["gain"] == pytest.approx(6.7 / 4)
+    spent = plain["tpot_ms"] - plain["floor_ms"]
+    assert every["predicted_ms"] == pytest.approx(every["floor_ms"] + spent * (1 + 3 / 42) / (128 / 48))
