@@ -3,15 +3,20 @@
 import importlib
 import os
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from sparkmoe import inventory
+from sparkmoe.judge import LogTail
 from sparkmoe.machine import Machine
+from sparkmoe.nano import random_checkpoint
+from sparkmoe.recipe import Recipe
 from sparkmoe.results import Run
+from sparkmoe.sample import Sample
 
 GPU = Path(__file__).parent / "gpu"
 
@@ -95,6 +100,49 @@ def test_no_arm_is_begun_that_would_be_cut_off(modules: SimpleNamespace) -> None
     assert not clock.enough()  # the one before it took too long
     clock.took(60.0)
     assert clock.enough()
+
+
+# ----------------------------------------------------------------------------------------------------------------- boot
+
+
+class FakeClient:
+    """A server that takes 5 ms a token, and remembers what it was asked and under which accept length."""
+
+    def __init__(self) -> None:
+        self.asked: list[tuple[float | None, int, int, int]] = []
+        self.length: float | None = None
+
+    def simulate_accept_length(self, tokens: float) -> None:
+        self.length = tokens
+
+    def flush_cache(self) -> None:
+        pass
+
+    def generate(self, ids: Sequence[int], *, max_new_tokens: int, ignore_eos: bool) -> Sample:
+        self.asked.append((self.length, len(ids), max_new_tokens, ids[0]))
+        return Sample("", 0.0, completion_tokens=max_new_tokens, cached_tokens=0, tpot_ms=5.0)
+
+
+def test_every_context_is_measured_under_every_accept_length(modules: SimpleNamespace, tmp_path: Path) -> None:
+    weights, clock = inventory.from_config(random_checkpoint.BASE), modules.stay.Clock(100.0, 1.0)
+    arm, client = modules.arms.Arm(Recipe("a", draft_steps=3)), FakeClient()
+    with Run.create(tmp_path, run_id="r") as run:
+        bench = modules.boot.Bench(run, Machine.named("cpu"), tmp_path, weights, modules.arms.DRY, 10.0, clock)
+        assert bench.times(arm, client, LogTail(tmp_path / "log"), (2.68, 1.0), "b")
+        records = list(run.records())
+        counts = Counter((r["context"], r["accept"], r["output"]) for r in records)
+        short, long = modules.arms.DRY.contexts
+        wanted = [(short, 2.68, 16), (short, 2.68, 32), (short, 1.0, 16), (long, 2.68, 16), (long, 1.0, 16)]
+        assert counts == dict.fromkeys(wanted, modules.arms.DRY.repeats)
+        assert all(r["spoiled"] == [] and r["booted"] == "b" for r in records)
+        # Before anything is measured at a context, and where an accept length first occurs, two answers agree.
+        asked = Counter((length, context) for length, context, *_ in client.asked)
+        assert asked == {(2.68, short): 6, (1.0, short): 4, (2.68, long): 4, (1.0, long): 2}
+        firsts = {request[3] for request in client.asked}
+        assert len(firsts) == len(records) + 3
+        clock.stop_after_s = 0.0
+        assert not bench.times(arm, client, LogTail(tmp_path / "log"), (2.68,), "b")
+        assert len(list(run.records())) == len(records)
 
 
 # ---------------------------------------------------------------------------------------------------------------- table

@@ -81,7 +81,7 @@ class Bench:
                         deadline_s=max(self.clock.left_s(), 60.0), grace_s=1.0)  # fmt: skip
         with engine.start(heard):
             facts |= {"ready_s": engine.ready_s, "stages_at_s": stages, "command": engine.record.argv}
-            client = engine.client(timeout_s=240.0)
+            client = engine.client(timeout_s=max(self.clock.left_s(), 60.0))  # a first long prompt compiles for minutes
             lengths = () if arm.nano else accept_lengths(arm.recipe.draft_steps, arm.recipe.tp)
             if lengths:
                 client.simulate_accept_length(lengths[0])
@@ -126,19 +126,19 @@ class Bench:
     def times(self, arm: Arm, client: Client, tail: LogTail, lengths: tuple[float, ...], booted: str) -> bool:
         """Every context, accept length and output length; False where the time ran out before the last."""
         number = itertools.count()
-        for context in self.shape.contexts:
-            self.settle(client, tail, self.prompt(next(number), context, self.shape.outputs[0]))
-            for length in lengths or (None,):
-                if length is not None:
-                    client.simulate_accept_length(length)
-                first = context == self.shape.contexts[0] and length in (None, lengths[:1] and lengths[0])
-                for output in self.shape.outputs if first else self.shape.outputs[:1]:
-                    for _ in range(self.shape.repeats):
-                        if self.clock.left_s() < 0:
-                            return False
-                        prompt = self.prompt(index := next(number), context, output)
-                        asked = {"context": context, "accept": length, "output": output}
-                        self.take(arm, client, tail, prompt, asked | {"request": index, "booted": booted})
+        for context, (position, length) in itertools.product(self.shape.contexts, enumerate(lengths or (None,))):
+            at_first = context == self.shape.contexts[0]
+            if length is not None:
+                client.simulate_accept_length(length)
+            if at_first or position == 0:  # a number of accepted tokens is a kernel of its own when it first occurs
+                self.settle(client, tail, self.prompt(next(number), context, self.shape.outputs[0]))
+            for output in self.shape.outputs if at_first and position == 0 else self.shape.outputs[:1]:
+                for _ in range(self.shape.repeats):
+                    if self.clock.left_s() < 0:
+                        return False
+                    prompt = self.prompt(index := next(number), context, output)
+                    asked = {"context": context, "accept": length, "output": output}
+                    self.take(arm, client, tail, prompt, asked | {"request": index, "booted": booted})
         return True
 
     def take(self, arm: Arm, client: Client, tail: LogTail, prompt: Prompt, record: dict[str, Any]) -> None:
