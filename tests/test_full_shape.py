@@ -1,6 +1,7 @@
 """The driver of a GPU stay, without a GPU: its plan, and what outlives a stay."""
 
 import importlib
+import json
 import os
 import sys
 from collections import Counter
@@ -10,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from sparkmoe import inventory
+from sparkmoe import inventory, recorded
 from sparkmoe.judge import LogTail
 from sparkmoe.machine import Machine
 from sparkmoe.nano import random_checkpoint
@@ -24,7 +25,7 @@ GPU = Path(__file__).parent / "gpu"
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.syspath_prepend(str(GPU))
-    names = ("arms", "boot", "full_shape", "stay", "table")
+    names = ("arms", "boot", "full_shape", "record", "stay", "table")
     yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     for name in names:
         sys.modules.pop(name)
@@ -173,3 +174,30 @@ def test_the_table_sets_the_prediction_beside_the_measurement(modules: SimpleNam
     assert every["gain"] == pytest.approx(6.7 / 4)
     spent = plain["tpot_ms"] - plain["floor_ms"]
     assert every["predicted_ms"] == pytest.approx(every["floor_ms"] + spent * (1 + 3 / 42) / (128 / 48))
+
+
+def test_a_run_becomes_a_record_that_the_package_reads(
+    modules: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = dict.fromkeys(modules.record._STEP, 1.23456) | {"parts": [dict.fromkeys(modules.record._PART, 2.0)]}
+    state = {"status": "done", "engaged": False, "checks": [{"check": "head", "result": "FAILED"}], "ready_s": 55.5555}
+    state |= {
+        "weight_bytes": 123_456_789,
+        "spent_s": {"load": 9.0},
+        "profiles": {"512": step, "32768": {"error": "no"}},
+    }
+    state |= {"routing": {"expected": {"1": 8.0}, "mean": {"1": 7.98765}, "layers": {"2": {}}}}
+    with Run.create(tmp_path, run_id="r", machine=Machine.named("hopper"), model="m", gb_s=4.0, commit="abc") as run:
+        run.write_json("arms/a.json", state)
+        run.write_json("arms/b.json", {"status": "failed", "error": "died"})
+        run.write_json("table.json", [{"arm": "a", "tpot_ms": 6.78912}])
+        made = modules.record.record(run)
+    assert made["findings"]["rows"] == [{"arm": "a", "tpot_ms": 6.789}]
+    assert made["findings"]["routing"] == {"expected": {"1": 8.0}, "mean": {"1": 7.988}}
+    assert list(made["findings"]["profiles"]["a"]) == ["512"]
+    one, other = made["findings"]["arms"].values()
+    assert (one["sound"], one["failed_checks"], one["weight_bytes"]) == (False, ["head"], 123_456_789)
+    assert other == {"status": "failed", "error": "died"}
+    (tmp_path / "full.json").write_text(json.dumps(made))
+    monkeypatch.setattr(recorded, "FOLDER", tmp_path)
+    assert "NVIDIA H200" in recorded.load("full").line()
