@@ -6,6 +6,7 @@ import os
 import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,7 +15,7 @@ import pytest
 from sparkmoe import inventory, recorded
 from sparkmoe.judge import LogTail
 from sparkmoe.machine import Machine
-from sparkmoe.nano import random_checkpoint
+from sparkmoe.nano import evaluate, random_checkpoint
 from sparkmoe.recipe import Recipe
 from sparkmoe.results import Run
 from sparkmoe.sample import Sample
@@ -68,7 +69,7 @@ def test_a_run_and_caches_outlive_a_stay(modules: SimpleNamespace, tmp_path: Pat
     with Run.create(tmp_path / "work/results", run_id="r") as run:
         run.append({"arm": "a", "boot": 0, "request": 0})
         stay.pack_run(run.path, out)
-    assert list(stay.pack_caches(home, out)) == ["cache.0"]
+    assert set(stay.pack_caches(home, out)["kept"]) == {".triton/cache", ".cache/flashinfer"}
     again, bare = tmp_path / "again", tmp_path / "bare"
     assert stay.unpack(out, again / "results", bare) == ["run.tar.gz", "cache.0"]
     assert modules.full_shape.open_run(again / "results").done() == {("a", 0, 0)}
@@ -77,19 +78,21 @@ def test_a_run_and_caches_outlive_a_stay(modules: SimpleNamespace, tmp_path: Pat
     assert stay.unpack(out, again / "results", bare) == ["cache.0"]  # what a warm machine has is newer
 
 
-def test_caches_travel_in_parts_or_not_at_all(
+def test_caches_travel_in_parts_and_the_largest_stay_behind(
     modules: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(modules.stay, "PART_BYTES", 1000)
-    (tmp_path / "home/.cache/a").mkdir(parents=True)
-    noise = tmp_path / "home/.cache/a/noise"
-    noise.write_bytes(os.urandom(1500))
-    assert set(modules.stay.pack_caches(tmp_path / "home", tmp_path / "out")) == {"cache.0", "cache.1"}
-    modules.stay.unpack(tmp_path / "out", tmp_path / "work", tmp_path / "bare")
-    assert (tmp_path / "bare/.cache/a/noise").read_bytes() == noise.read_bytes()
-    noise.write_bytes(os.urandom(4000))
-    assert modules.stay.pack_caches(tmp_path / "home", tmp_path / "none")["too large"] > 3000
-    assert not (tmp_path / "none").exists()
+    stay, home, out = modules.stay, tmp_path / "home", tmp_path / "out"
+    monkeypatch.setattr(stay, "PART_BYTES", 1000)
+    for name, size in ((".triton/cache", 1500), (".cache/large", 1400), (".cache/small", 200)):
+        (home / name).mkdir(parents=True)
+        (home / name / "noise").write_bytes(os.urandom(size))
+    found = stay.pack_caches(home, out)
+    assert list(found["kept"]) == [".triton/cache", ".cache/small"]
+    assert list(found["left_out"]) == [".cache/large"]
+    assert sorted(path.name for path in out.iterdir()) == ["cache.0", "cache.1", "cache.2"]
+    stay.unpack(out, tmp_path / "work", tmp_path / "bare")
+    for name in found["kept"]:
+        assert (tmp_path / "bare" / name / "noise").read_bytes() == (home / name / "noise").read_bytes()
 
 
 def test_no_arm_is_begun_that_would_be_cut_off(modules: SimpleNamespace) -> None:
@@ -144,6 +147,25 @@ def test_every_context_is_measured_under_every_accept_length(modules: SimpleName
         clock.stop_after_s = 0.0
         assert not bench.times(arm, client, LogTail(tmp_path / "log"), (2.68,), "b")
         assert len(list(run.records())) == len(records)
+
+
+def test_the_miniature_is_compared_with_the_cpu_problem_by_problem(
+    modules: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = {"instances": 1.0, "combinations": 0.9}
+    monkeypatch.setattr(evaluate, "accuracy", lambda client, split, *_: {"accuracy": right[split], "truncated": 0.0})
+    monkeypatch.setattr(evaluate, "accept_length", lambda client, prompts, tokens: float(len(prompts)))
+    weights, shape = inventory.from_config(random_checkpoint.BASE), replace(modules.arms.GPU, problems=200)
+    client = SimpleNamespace(render=lambda messages, thinking: [1])
+    with Run.create(tmp_path, run_id="r") as run:
+        bench = modules.boot.Bench(run, Machine.named("hopper"), tmp_path, weights, shape, 10.0, None)
+        found = bench.miniature(client)
+    assert found["instances"]["minus_cpu"]["estimate"] == 0.0
+    assert found["instances"]["minus_cpu"]["low"] < 0 < found["instances"]["minus_cpu"]["high"]
+    assert found["combinations"]["minus_cpu"]["estimate"] == pytest.approx(-0.1)
+    assert found["combinations"]["minus_cpu"]["high"] < 0  # told apart
+    assert found["accept_length_greedy"] == 100.0  # as many prompts as the CPU's figure stands for
+    assert found["cpu"]["accept_length"]["problems_greedy"] == pytest.approx(3.876, abs=0.001)
 
 
 # ---------------------------------------------------------------------------------------------------------------- table

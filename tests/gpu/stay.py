@@ -14,11 +14,12 @@ import tarfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from sparkmoe.results import write_atomic
 
 RUN = "run.tar.gz"
-PART_BYTES, MOST_PARTS = 15 << 20, 3
+PART_BYTES, MOST_PARTS = 12 << 20, 3  # beside a checkout of 21 MB
 _LEFT_OUT = {"sparkmoe", "huggingface", "pip", "uv"}
 
 
@@ -75,28 +76,38 @@ def unpack(carried: Path, work: Path, home: Path) -> list[str]:
         found.append(RUN)
     parts = sorted(carried.glob("cache.*"))
     if parts:
-        with tarfile.open(fileobj=io.BytesIO(b"".join(part.read_bytes() for part in parts))) as tar:
+        raw = io.BytesIO(b"".join(part.read_bytes() for part in parts))
+        with tarfile.open(fileobj=raw, mode="r:gz", ignore_zeros=True) as tar:  # an archive for each cache
             tar.extractall(home, filter="tar")
         found += [part.name for part in parts]
     return found
 
 
-def pack_caches(home: Path, out: Path) -> dict[str, int]:
-    """Compilers' caches below `home` as `cache.0`, `cache.1`, … in `out`: bytes by name. Nothing is written, and the
-    bytes are told, where they are more than may travel."""
-    held, folders = io.BytesIO(), list(_caches(home))
-    if not folders:
-        return {}
+def pack_caches(home: Path, out: Path) -> dict[str, Any]:
+    """Compilers' caches below `home` as `cache.0`, `cache.1`, … in `out`: what was kept, what was left out as too much
+    to travel, in bytes packed. Triton's comes first, then the smallest."""
+    packed = {str(folder.relative_to(home)): _packed(folder, home) for folder in _caches(home)}
+    order = sorted(packed, key=lambda name: (not name.startswith(".triton"), len(packed[name])))
+    kept, raw = [], b""
+    for name in order:
+        if len(raw) + len(packed[name]) <= PART_BYTES * MOST_PARTS:
+            kept.append(name)
+            raw += packed[name]
+    for old in out.glob("cache.*"):
+        old.unlink()
+    for number, at in enumerate(range(0, len(raw), PART_BYTES)):
+        write_atomic(out / f"cache.{number}", raw[at : at + PART_BYTES])
+    return {
+        "kept": {name: len(packed[name]) for name in kept},
+        "left_out": {name: len(packed[name]) for name in order if name not in kept},
+    }
+
+
+def _packed(folder: Path, home: Path) -> bytes:
+    held = io.BytesIO()
     with tarfile.open(fileobj=held, mode="w:gz", compresslevel=6) as tar:
-        for folder in folders:
-            tar.add(folder, arcname=str(folder.relative_to(home)))
-    raw = held.getvalue()
-    if len(raw) > PART_BYTES * MOST_PARTS:
-        return {"too large": len(raw)}
-    pieces = [raw[at : at + PART_BYTES] for at in range(0, len(raw), PART_BYTES)]
-    for number, piece in enumerate(pieces):
-        write_atomic(out / f"cache.{number}", piece)
-    return {f"cache.{number}": len(piece) for number, piece in enumerate(pieces)}
+        tar.add(folder, arcname=str(folder.relative_to(home)))
+    return held.getvalue()
 
 
 def _caches(home: Path) -> Iterator[Path]:
