@@ -89,7 +89,7 @@ def test_a_killed_server_comes_back_on_its_port_with_its_key(
         kept.run(ready)
     assert kept.restarts == 2
     assert len(set(pids)) == 3
-    assert [line.split("; ")[-1] for line in said] == ["restart 1", "restart 2"]
+    assert [line.split("; ")[-1] for line in said] == ["restart 1", "restart 2 after 1 s, for it dies again and again"]
 
 
 def test_a_server_that_listens_but_gives_no_token_is_replaced(boot: Callable[[], Engine], tmp_path: Path) -> None:

@@ -91,7 +91,8 @@ class Keeper:
                 engine.stop()  # after an interrupt: drains requests for the engine's grace
             self.restarts += 1
             failed = 0 if time.monotonic() - begun >= STABLE_S else failed + 1
-            self.say(f"the server ended ({why}); restart {self.restarts}")
+            waits = f" after {pause_s(failed):g} s, for it dies again and again" if pause_s(failed) else ""
+            self.say(f"the server ended ({why}); restart {self.restarts}{waits}")
             if failed >= self.tries:
                 raise EngineError(f"the server of recipe {engine.recipe.name} died {failed} times in a row: {why}")
             self._pause(failed)
