@@ -35,8 +35,11 @@ class Lab:
 
     address: str
     page: Page
+    cells: int = 0  # code cells of the open notebook; a page that is still drawing shows fewer
 
     def open(self, name: str) -> None:
+        source = json.loads((workshop.folder() / f"{name}.ipynb").read_text())
+        self.cells = sum(cell["cell_type"] == "code" for cell in source["cells"])
         self.page.goto(f"{self.address}lab/tree/{name}.ipynb?token=t&reset")
         self.page.locator(".jp-Notebook").wait_for(timeout=60_000)
         self.page.get_by_text("Python 3 (ipykernel) | Idle").wait_for(timeout=60_000)
@@ -51,7 +54,7 @@ class Lab:
             self.page.get_by_text("Run All Cells", exact=True).click()
         code = self.page.locator(".jp-CodeCell")
         self.page.locator(".jp-InputPrompt:text-is('[*]:')").first.wait_for(timeout=60_000, state="attached")
-        last = code.last.locator(f".jp-InputPrompt:text-is('[{code.count()}]:')")
+        last = code.last.locator(f".jp-InputPrompt:text-is('[{self.cells}]:')")
         failed = self.page.locator(".jp-OutputArea-output:has-text('Traceback')")
         last.or_(failed).first.wait_for(timeout=timeout_s * 1000, state="attached")
         assert failed.count() == 0, failed.first.inner_text()
