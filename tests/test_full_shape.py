@@ -1,18 +1,23 @@
-"""The driver of a GPU stay, without a GPU: its plan, and what outlives a stay."""
+"""The driver of a GPU stay, without a GPU: its plan, what outlives a stay, a dry run that is killed and resumed."""
 
 import importlib
 import json
 import os
+import signal
+import statistics
+import subprocess
 import sys
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from sparkmoe import inventory, recorded
+from sparkmoe import inventory, processes, recorded, trace
 from sparkmoe.judge import LogTail
 from sparkmoe.machine import Machine
 from sparkmoe.nano import evaluate, random_checkpoint
@@ -203,11 +208,8 @@ def test_a_run_becomes_a_record_that_the_package_reads(
 ) -> None:
     step = dict.fromkeys(modules.record._STEP, 1.23456) | {"parts": [dict.fromkeys(modules.record._PART, 2.0)]}
     state = {"status": "done", "engaged": False, "checks": [{"check": "head", "result": "FAILED"}], "ready_s": 55.5555}
-    state |= {
-        "weight_bytes": 123_456_789,
-        "spent_s": {"load": 9.0},
-        "profiles": {"512": step, "32768": {"error": "no"}},
-    }
+    profiles = {"512": step, "32768": {"error": "no"}}
+    state |= {"weight_bytes": 123_456_789, "spent_s": {"load": 9.0}, "profiles": profiles}
     state |= {"routing": {"expected": {"1": 8.0}, "mean": {"1": 7.98765}, "layers": {"2": {}}}}
     with Run.create(tmp_path, run_id="r", machine=Machine.named("hopper"), model="m", gb_s=4.0, commit="abc") as run:
         run.write_json("arms/a.json", state)
@@ -223,3 +225,66 @@ def test_a_run_becomes_a_record_that_the_package_reads(
     (tmp_path / "full.json").write_text(json.dumps(made))
     monkeypatch.setattr(recorded, "FOLDER", tmp_path)
     assert "NVIDIA H200" in recorded.load("full").line()
+
+
+# -------------------------------------------------------------------------------------------------------------- dry run
+
+
+def drive(out: Path, work: Path, *more: str) -> subprocess.Popen[str]:
+    argv = [sys.executable, str(GPU / "full_shape.py"), "--out", str(out), "--work", str(work), "--first-arm-s", "20"]
+    env = os.environ | {"SPARKMOE_MACHINE": "cpu", "OMP_NUM_THREADS": "1"}
+    argv += ["--home", str(work), "--arms", "bf16_head,all_three", *more]
+    return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True)
+
+
+@pytest.mark.server
+@pytest.mark.timeout(240)
+def test_a_killed_stay_goes_on_at_the_next_arm(own_home: Path, tmp_path: Path, modules: SimpleNamespace) -> None:
+    first = drive(tmp_path / "out", tmp_path / "work")
+    deadline = time.monotonic() + 120
+    while not (tmp_path / "out/run.tar.gz").exists() and first.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    assert (tmp_path / "out/run.tar.gz").exists()
+    second = drive(tmp_path / "out2", tmp_path / "work2", "--carried", str(tmp_path / "out"))
+    told, _ = second.communicate(timeout=150)
+    assert second.returncode == 0
+    end = json.loads(told.splitlines()[-1])
+    assert end["arms"] == {"all_three": "done", "bf16_head": "done"}, told
+    assert end["measured"] == ["all_three"]
+    assert not processes.records()
+    run = modules.full_shape.open_run(tmp_path / "work2/results")
+    examine(run, modules)
+
+
+def examine(run: Run, modules: SimpleNamespace) -> None:
+    found: dict[str, Any] = modules.table.states(run)
+    for name, facts in found.items():
+        assert facts["logits_finite"], name
+        assert facts["engaged"], name
+        assert all(row["result"] in ("ok", "yes", "no") for row in facts["checks"])
+        assert facts["weight_bytes"] > 10e6
+        assert facts["spent_s"]["load"] > 0
+        assert facts["stages_at_s"]["load"] < facts["stages_at_s"]["ready"] <= facts["ready_s"] + 1
+    # The switch was obeyed between two requests: each accept length is what was asked for then.
+    samples: dict[Any, list[Any]] = {}
+    for record in run.records():
+        if record["arm"] == "all_three":
+            samples.setdefault((record["context"], record["accept"]), []).append(record["sample"])
+    for context in modules.arms.DRY.contexts:
+        one, some, most = (
+            statistics.mean(sample["accept_length"] for sample in samples[context, asked]) for asked in (1.0, 2.68, 3.9)
+        )
+        assert one < 1.2 < 1.9 < some < most
+    # On a busy machine some samples are spoiled, so not every row need be there.
+    rows = json.loads((run.path / "table.json").read_text())
+    assert {row["arm"] for row in rows} <= set(found)
+    assert all(row["floor_ms"] > 0 and row["gain"] > 0 < row["predicted_ms"] for row in rows if "predicted_ms" in row)
+    profiles = found["all_three"]["profiles"]
+    assert set(profiles) == {str(context) for context in modules.arms.DRY.contexts}
+    for profile in profiles.values():
+        kept = run.path / "traces" / profile["trace"]
+        assert kept.stat().st_size < modules.boot.TRACE_BYTES
+        assert len(trace.steps(trace.read(kept), skip=0)) > 0
+        assert profile["named_share"] > 0.9

@@ -1,4 +1,8 @@
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +13,8 @@ from sparkmoe.nano.quantize import fp8_dequantize, mxfp4_dequantize
 from sparkmoe.roofline import expected_distinct
 from sparkmoe.sglang_plugin import random_weights
 from sparkmoe.sglang_plugin.random_weights import _after_select, _after_state, fill, routed, spread
+
+WORKER = Path(__file__).parent / "random_weights_worker.py"
 
 
 class Model(torch.nn.Module):
@@ -122,3 +128,12 @@ def test_only_prompts_of_middling_length_are_kept_and_told(monkeypatch: pytest.M
     state = SimpleNamespace(internal_state={})
     _after_state(state, None, None)
     assert state.internal_state["sparkmoe_routing"]["7"]["all"] == 1024
+
+
+@pytest.mark.timeout(120)
+def test_the_whole_model_in_its_fp4_form_is_filled() -> None:
+    """Through SGLang's own classes, with the hooks as a server would apply them."""
+    env = os.environ | {"SPARKMOE_RANDOM_WEIGHTS": "3", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, str(WORKER)], env=env, capture_output=True, text=True, timeout=110)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1].startswith("filled "), done.stdout
