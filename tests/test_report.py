@@ -152,6 +152,19 @@ def test_it_fits_a_phone_and_prints(run: Path, page: Page, tmp_path: Path) -> No
     assert (tmp_path / "report.pdf").stat().st_size > 20_000
 
 
+def test_what_need_not_hold_and_does_not_is_named_at_the_top(tmp_path: Path, page: Page) -> None:
+    path = synthetic_run.make(tmp_path)
+    kept = path / "05_mtp_nextn" / "checks.json"
+    content = json.loads(kept.read_text())
+    content["checks"][0] |= {"what": "the gain is told apart", "ok": False, "required": False, "advice": "ask more"}
+    kept.write_text(json.dumps(content))
+    page.goto(report(path).as_uri())
+    assert page.locator("#state").inner_text() == "Every check holds that must."
+    (line,) = page.locator("#looks li").all_inner_texts()
+    assert line.startswith("Worth a look in 05_mtp_nextn: the gain is told apart: found ")
+    assert line.endswith("(ask more)")
+
+
 def test_a_lever_that_is_off_is_red_at_the_top_and_alone(tmp_path: Path, page: Page) -> None:
     path = synthetic_run.make(tmp_path, disengaged="fp8_head_nextn")
     page.goto(report(path).as_uri())

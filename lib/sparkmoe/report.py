@@ -58,6 +58,7 @@ def write(found: Sequence[Chapter], path: Path, run: Run) -> Path:
         created=time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(float(run.manifest["created_unix_s"]))),
         chapters=found,
         red=[(chapter, check) for chapter in found for check in chapter.failed],
+        looks=[(chapter, c) for chapter in found for c in chapter.checks if not c.ok and not c.required],
         broken=[chapter for chapter in found if not chapter.ok and not chapter.failed and chapter.name != STORY[-1]],
         published=beside_published(found),
         source=recorded.load("spark-published").line(),
