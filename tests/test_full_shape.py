@@ -237,6 +237,7 @@ def drive(out: Path, work: Path, *more: str) -> subprocess.Popen[str]:
     return subprocess.Popen(argv, env=env, stdout=subprocess.PIPE, text=True)
 
 
+@pytest.mark.slow  # a minute; the parts are tested above
 @pytest.mark.server
 @pytest.mark.timeout(240)
 def test_a_killed_stay_goes_on_at_the_next_arm(own_home: Path, tmp_path: Path, modules: SimpleNamespace) -> None:
