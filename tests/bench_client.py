@@ -106,6 +106,7 @@ def delay(runs: int = 8, tokens: int = 256, gap_ms: float = 1.0) -> dict[str, An
         "bare_us": statistics.median(medians["bare"]),
         "client_us": statistics.median(medians["client"]),
         "added_us": interval.as_dict(),
+        "pairs_us": [list(pair) for pair in zip(medians["bare"], medians["client"], strict=True)],
     }
 
 

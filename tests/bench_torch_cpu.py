@@ -4,8 +4,8 @@
 
 serves a 12-layer random miniature (25 M parameters) whose drafts are accepted about three tokens long, plain and with
 NEXTN (K = 3), batch 1, greedy. With --prototype the same arms run on the package `sglang_torch_cpu` in that folder,
-measured in turns. The last line of the output is one JSON object: medians per arm, and the targets' figures. Every
-boot's are kept as a run.
+measured in turns. The last line of the output is one JSON object: medians per arm, and the targets' figures. A run
+keeps every repeat's.
 """
 
 from __future__ import annotations
@@ -132,8 +132,10 @@ def alone(arm: str, running: dict[str, tuple[str, float, int]]) -> Iterator[str]
 
 def one_boot(
     platforms: dict[str, dict[str, str]], model: Path, repeats: int, logs: Path
-) -> dict[str, dict[str, float]]:
-    """Start all arms, then measure them in turns, so that what else the machine does meets each alike."""
+) -> tuple[dict[str, dict[str, float]], dict[str, list[dict[str, float]]]]:
+    """Start all arms, then measure them in turns, so that what else the machine does meets each alike.
+
+    Returns an arm's medians, and the repeats that they are of."""
     running: dict[str, tuple[str, float, int]] = {}
     samples: dict[str, list[dict[str, float]]] = {}
     with ExitStack() as stack:
@@ -147,11 +149,12 @@ def one_boot(
             for arm in running:
                 with alone(arm, running) as url:
                     samples.setdefault(arm, []).append(one_repeat(url, random.Random(repeat)))
-        return {
+        medians = {
             arm: {key: statistics.median(s[key] for s in samples[arm]) for key in samples[arm][0]}
             | {"ready_s": ready_s, "pss_gib": group_bytes(group) / 2**30}
             for arm, (_, ready_s, group) in running.items()
         }
+        return medians, samples
 
 
 def main() -> None:
@@ -170,8 +173,10 @@ def main() -> None:
         if args.prototype:
             (folder / "site").mkdir()
             platforms["prototype"] = install(args.prototype, folder / "site")
-        for _ in range(args.boots):
-            for arm, found in one_boot(platforms, model, args.repeats, folder).items():
+        for boot in range(args.boots):
+            medians, samples = one_boot(platforms, model, args.repeats, folder)
+            run.write_json(f"samples-{boot}.json", samples)
+            for arm, found in medians.items():
                 results.setdefault(arm, []).append(found)
                 sys.stdout.write(f"{arm}: " + ", ".join(f"{k} {v:.2f}" for k, v in found.items()) + "\n")
                 sys.stdout.flush()

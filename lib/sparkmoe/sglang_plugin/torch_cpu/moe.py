@@ -61,7 +61,7 @@ class Router:
 class Experts:
     """Routed experts with stacked weights: w13 [E, 2 I, D] (gate, then up), w2 [E, D, I]; `limit` as in `swiglu`.
 
-    `transposed` says how the weights should lie in memory; others work too, a quarter slower on a prompt.
+    `transposed` says how the weights should lie in memory; another layout works too, more slowly.
     """
 
     def __init__(self, w13: Tensor, w2: Tensor, limit: float | None) -> None:
