@@ -50,7 +50,7 @@ def test_reading_in_pieces_is_reading_at_once() -> None:
 def test_where_the_seconds_of_a_start_went() -> None:
     later = [
         "[2026-11-29 10:02:20] Load weight end. elapsed=0.15 s, type=BailingMoeForCausalLMNextN, avail mem=30.1 GB",
-        "[2026-11-29 10:02:55] Capture target decode CUDA graph end. elapsed=43.10 s, mem usage=1 GB, avail mem=9 GB.",
+        "[2026-11-29 10:02:55] Capture target decode CUDA graph end. bs=[1, 2, 4], elapsed=43.10 s, mem usage=0.15 GB.",
         "[2026-11-29 10:02:58] Capture draft decode CUDA graph end. elapsed=2.40 s, mem usage=0.1 GB, avail mem=29 GB.",
         "[2026-11-29 10:03:30] Triton kernel 'chunk_kda' took 12.50 s to compile after serving started. Warm it up.",
     ]
@@ -132,6 +132,21 @@ def test_the_particular_cause_wins_over_a_later_general_one() -> None:
         "RuntimeError: Initialization failed. Please see the error above.",
     ]
     assert "GPU ran out of memory" in (likely_cause(log) or "")
+
+
+def test_a_server_that_kills_itself_after_a_child_failed_was_not_killed_for_memory() -> None:
+    log = [
+        "[2026-11-30 07:26:22] Scheduler hit an exception: Traceback (most recent call last):",
+        "triton.compiler.errors.CompilationError: at 233:16:",
+        "ValueError('Cannot make_shape_compatible: incompatible dimensions at index 1: 128 and 256')",
+        "[2026-11-30 07:26:22] Received sigquit from a child process. It usually means the child failed.",
+        "[2026-11-30 07:26:22] kill_process_tree called: parent_pid=3849, include_parent=True, pid=3849",
+        "sparkmoe: server ended, exit code -9 after 74 s",
+    ]
+    assert "a Triton kernel did not compile" in (likely_cause(log) or "")
+    del log[1:3]
+    assert likely_cause(log) is None
+    assert "signal 9" in (likely_cause(log[-1:]) or "")
 
 
 def test_a_healthy_log_has_no_cause() -> None:

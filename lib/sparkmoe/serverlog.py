@@ -49,7 +49,7 @@ def progress(lines: Iterable[str], before: Progress = Progress()) -> Progress:
 
 _SPENT = {
     "load": re.compile(r"Load weight end\. elapsed=([\d.]+) s"),
-    "graphs": re.compile(r"Capture .* end\. elapsed=([\d.]+) s"),
+    "graphs": re.compile(r"Capture .* end\. .*?elapsed=([\d.]+) s"),
     "compile": re.compile(r"took ([\d.]+) s to compile after serving started"),
 }
 
@@ -91,6 +91,8 @@ _CAUSES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
          "the machine ran out of memory"),
         (r"shapes cannot be multiplied",
          "two weight matrices do not fit; does a draft share an FP8 head without its scales?"),
+        (r"triton\.compiler\.errors\.\w+",
+         "a Triton kernel did not compile: SGLang did not write it for these model dimensions or this GPU"),
         (r"exit(ed with)? code:? ?-9\b|signal 9|SIGKILL",
          "it was killed (signal 9), usually by the kernel for want of memory"),
         (r"(?P<why>SafetensorError|HeaderTooLarge|InvalidHeader|MetadataIncompleteBuffer)",
@@ -107,9 +109,15 @@ _CAUSES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 )  # fmt: skip
 
 
+_CHILD_FAILED = "Received sigquit from a child process"
+_OWN_END = re.compile(r"^sparkmoe: server ended|kill_process_tree called")
+
+
 def likely_cause(lines: Iterable[str]) -> str | None:
     """The most telling known reason in a log's last lines, as one clause; None if nothing known is there."""
     text = list(lines)
+    if any(_CHILD_FAILED in line for line in text):  # then the server kills itself, and its exit code tells nothing
+        text = [line for line in text if not _OWN_END.search(line)]
     for pattern, meaning in _CAUSES:
         for line in reversed(text):
             if found := pattern.search(re.sub(r"^\[[^\]]*\d\d:\d\d:\d\d[^\]]*\] ", "", line.strip())):
