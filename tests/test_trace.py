@@ -281,6 +281,8 @@ def test_a_step_that_nobody_watched_is_shorter(tmp_path: Path) -> None:
     found = watched.unwatched(watched.step_ms - 0.04)
     assert found.parts == watched.parts
     assert found.host_gap_ms == pytest.approx(watched.host_gap_ms - 0.04)
+    found = watched.unwatched(watched.busy_ms + watched.launch_gap_ms / 2)
+    assert (found.host_gap_ms, found.launch_gap_ms) == pytest.approx((0.0, watched.launch_gap_ms / 2))
 
 
 # --------------------------------------------------------------------------------------------------- gaps and verdict

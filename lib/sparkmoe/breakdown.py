@@ -33,7 +33,10 @@ RULES: tuple[tuple[str, str], ...] = (
     (r"memcpy|memset", "copies"),
     (r"kda|gdn|delta_rule|fused_recurrent|conv1d|conv_window|l2norm|mamba|ssm_|norm_gated?_", "kda"),
     (r"router|(?<!MoE)routing|topk_?gating|moe_fused_gate|(gate|grouped|biased|sigmoid|deepseek\w*)_?topk", "ROUTING"),
-    (r"humming|moe|expert|group(ed|ProblemShape)?_?(gemm|<)|(pre|post)_reorder|src2dst", "experts"),
+    (
+        r"humming|moe|expert|group(ed|ProblemShape)?_?(gemm|<)|(pre|post)_reorder|src2dst|align_single_token|topk_sum",
+        "experts",
+    ),
     (r"tree|accept|bonus|draft_|verify_commit", "verification"),
     (
         r"sampl|argmax|multinomial|renorm|top_?k_?top_?p|topp|top_?k_kernel|softmax_(finalize|partials|write)",
@@ -42,7 +45,7 @@ RULES: tuple[tuple[str, str], ...] = (
     (r"add_?(rms|layer)?_?norm|norm_?residual|residual_?(rms)?_?norm", "RESIDUAL NORM"),
     (r"(rms|layer)_?norm", "NORM"),
     (r"mla|flash_?(attn|fwd|decode)|fmha|attention|batch_?(decode|prefill)|_fwd_(grouped_)?kernel|rotary|rope", "mla"),
-    (r"kv_buffer|kv_cache|kv_indices|cast_(q|mha)", "mla"),
+    (r"kv_buffer|kv_cache|kv_indices|kv_splits|cast_(q|mha)", "mla"),
     (
         r"gemm|gemv|gemvx|matvec|matmul|scaled_mm|cutlass|cublas|xmma|nvjet|split_?k|linear|dot_kernel|aten::\w*mm",
         "GEMM",
@@ -167,11 +170,13 @@ class Breakdown:
         """The same step at `step_ms`, its length without a profiler.
 
         On a CPU the profiler slows operators and what lies between them alike, so all is scaled. Kernels on a GPU do
-        not notice it: they keep their time, and the host's gap takes the difference.
+        not notice it: they keep their time, the gaps between launched kernels as much of theirs as there is room for,
+        and the host's gap is the rest.
         """
         if self.on_gpu:
-            waiting = max(step_ms - self.busy_ms - self.launch_gap_ms, 0.0)
-            return replace(self, step_ms=step_ms, host_gap_ms=waiting)
+            idle = max(step_ms - self.busy_ms, 0.0)
+            launching = min(self.launch_gap_ms, idle)
+            return replace(self, step_ms=step_ms, launch_gap_ms=launching, host_gap_ms=idle - launching)
         factor = step_ms / self.step_ms
 
         def scaled(sums: dict[str, tuple[float, float]]) -> dict[str, tuple[float, float]]:
