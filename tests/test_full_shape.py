@@ -7,6 +7,7 @@ import signal
 import statistics
 import subprocess
 import sys
+import tarfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -17,7 +18,8 @@ from typing import Any
 
 import pytest
 
-from sparkmoe import inventory, processes, recorded, trace
+from sparkmoe import fullsize, inventory, processes, recorded, trace
+from sparkmoe.errors import DataError
 from sparkmoe.judge import LogTail
 from sparkmoe.machine import Machine
 from sparkmoe.nano import evaluate, random_checkpoint
@@ -206,25 +208,65 @@ def test_the_table_sets_the_prediction_beside_the_measurement(modules: SimpleNam
 def test_a_run_becomes_a_record_that_the_package_reads(
     modules: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    step = dict.fromkeys(modules.record._STEP, 1.23456) | {"parts": [dict.fromkeys(modules.record._PART, 2.0)]}
     state = {"status": "done", "engaged": False, "checks": [{"check": "head", "result": "FAILED"}], "ready_s": 55.5555}
-    profiles = {"512": step, "32768": {"error": "no"}}
-    state |= {"weight_bytes": 123_456_789, "spent_s": {"load": 9.0}, "profiles": profiles}
+    state |= {"weight_bytes": 123_456_789, "spent_s": {"load": 9.0}, "profiles": {"32768": {"error": "no"}}}
     state |= {"routing": {"expected": {"1": 8.0}, "mean": {"1": 7.98765}, "layers": {"2": {}}}}
     with Run.create(tmp_path, run_id="r", machine=Machine.named("hopper"), model="m", gb_s=4.0, commit="abc") as run:
         run.write_json("arms/a.json", state)
         run.write_json("arms/b.json", {"status": "failed", "error": "died"})
+        run.write_json("arms/c.json", {"status": "failed", "error": "died; likely cause: unknown"})
+        (run.folder("logs") / "1-c-2.log").write_text("OSError: [Errno 28] No space left on device\n")
         run.write_json("table.json", [{"arm": "a", "tpot_ms": 6.78912}])
         made = modules.record.record(run)
     assert made["findings"]["rows"] == [{"arm": "a", "tpot_ms": 6.789}]
     assert made["findings"]["routing"] == {"expected": {"1": 8.0}, "mean": {"1": 7.988}}
-    assert list(made["findings"]["profiles"]["a"]) == ["512"]
-    one, other = made["findings"]["arms"].values()
+    assert made["findings"]["profiles"] == {"a": {}}
+    one, other, third = made["findings"]["arms"].values()
     assert (one["sound"], one["failed_checks"], one["weight_bytes"]) == (False, ["head"], 123_456_789)
     assert other == {"status": "failed", "error": "died"}
+    assert third["error"] == "the disk or /dev/shm is full"
     (tmp_path / "full.json").write_text(json.dumps(made))
     monkeypatch.setattr(recorded, "FOLDER", tmp_path)
     assert "NVIDIA H200" in recorded.load("full").line()
+
+
+def test_the_shipped_record_is_what_the_kept_run_gives(modules: SimpleNamespace, tmp_path: Path) -> None:
+    """Every figure comes from the run; the traces are read anew, by today's rules, and their kernels have names."""
+    with tarfile.open(GPU / "recorded" / f"{fullsize.RECORD}.tar.gz") as tar:
+        tar.extractall(tmp_path, filter="data")
+    (folder,) = tmp_path.iterdir()
+    run, shipped = Run.open(folder), fullsize.load()
+    made = json.loads(json.dumps(modules.record.record(run)))
+    assert made["conditions"] == shipped.conditions
+    failed = [name for name, arm in shipped.findings["arms"].items() if arm["status"] != "done"]
+    for name in failed:  # why they failed is read from logs, which are not kept
+        assert made["findings"]["arms"].pop(name)["status"] == shipped.findings["arms"][name]["status"]
+    arms = {name: arm for name, arm in shipped.findings["arms"].items() if name not in failed}
+    assert made["findings"] == shipped.findings | {"arms": arms}
+    assert all(arm["sound"] for arm in arms.values())
+    assert all(arm["engaged"] and arm["logits_finite"] for name, arm in modules.record.states(run).items()
+               if name not in failed)  # fmt: skip
+    steps = [step for arm in made["findings"]["profiles"].values() for step in arm.values()]
+    assert len(steps) == 8
+    assert min(step["named_share"] for step in steps) > 0.99
+    modules.record.archive(run, tmp_path / "again.tar.gz")
+    with tarfile.open(tmp_path / "again.tar.gz") as again, tarfile.open(tar.name) as kept:
+        assert again.getnames() == kept.getnames()
+
+
+def test_tables_of_the_full_size() -> None:
+    first, *_ = shown = fullsize.rows("humming_bf16", "all_three", contexts=(512, 32768), against="humming_fp8")
+    assert len(shown) == 2 + 6
+    assert (first["accept length"], first["predicted"]) == ("1.00", first["measured"].split()[0])
+    assert first["gain"] == f"{fullsize.ms_per_token('humming_fp8') / fullsize.ms_per_token('humming_bf16'):.2f} ×"
+    parts = {row["ms of kernels a step"]: row for row in fullsize.parts("humming_fp8", "all_three")}
+    assert float(parts["draft mla"]["humming_fp8"]) == 0 < float(parts["draft mla"]["all_three"])
+    assert list(parts)[-2:] == ["the rest", "all kernels"]
+    assert fullsize.floor_ms("humming_fp8") < fullsize.ms_per_token("humming_fp8")
+    for wrong in (lambda: fullsize.rows("humming_fp4"), lambda: fullsize.parts("marlin_fp32"),
+                  lambda: fullsize.ms_per_token("all_three", 512, 9.9)):  # fmt: skip
+        with pytest.raises(DataError, match="full-shape-h200 has no"):
+            wrong()
 
 
 # -------------------------------------------------------------------------------------------------------------- dry run

@@ -1,27 +1,36 @@
-"""A run of the full shape as one record that ships with the package: `record.py RUN_FOLDER OUT.json`.
+"""A run of the full shape as one record that ships with the package: `record.py RUN_FOLDER OUT.json [ARCHIVE.tar.gz]`.
 
 RUN_FOLDER is what `run.tar.gz` holds. Notebooks show the record on machines without such a GPU (`sparkmoe.recorded`),
 so it has every figure of the table, how a start and a step spend their time, and what was proven, and no raw sample.
+A step's parts are read from the kept traces, by today's rules. ARCHIVE receives the run itself, without its logs.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import math
+import re
 import sys
+import tarfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from full_shape import MODEL
 from table import sound, states
 
-from sparkmoe.results import Run
+from sparkmoe import breakdown, inventory, roofline, serverlog, trace
+from sparkmoe.machine import Machine
+from sparkmoe.profiling import Dissection, load_of
+from sparkmoe.recipe import Recipe
+from sparkmoe.results import Run, write_atomic
 
 COMMAND = "tests/gpu/full_shape.sh --out OUT --carried CARRIED"
 _PACKAGES = ("sglang", "torch", "triton", "flashinfer-python", "humming-kernels")
-_STEP = ("verdict", "accept_length", "step_ms", "busy_ms", "host_gap_ms", "launch_gap_ms", "calls", "named_share")
 _PART = ("part", "ms", "share", "calls", "gb_s")
+_TOP, _NAME = 20, 100  # how many kernels by time, and how much of a C++ name
 
 
 def record(run: Run) -> dict[str, Any]:
@@ -41,31 +50,80 @@ def record(run: Run) -> dict[str, Any]:
     routing = next((state["routing"] for state in done.values() if "routing" in state), {})
     findings = {
         "gb_s": manifest["gb_s"],
-        "arms": {name: _arm(state) for name, state in found.items()},
+        "arms": {name: _arm(run, name, state) for name, state in found.items()},
         "rows": json.loads((run.path / "table.json").read_text()),
         "routing": {key: routing[key] for key in ("expected", "mean") if key in routing},
-        "profiles": {name: _steps(state["profiles"]) for name, state in done.items() if "profiles" in state},
+        "profiles": {name: _steps(run, state, manifest["gb_s"]) for name, state in done.items() if "profiles" in state},
         "miniature": {name: state["miniature"] for name, state in done.items() if "miniature" in state},
     }
     what = f"{manifest['model']}: time per token by lever, context and simulated accept length, one boot an arm"
     return {"schema": "sparkmoe.recorded/1", "what": what, "conditions": conditions, "findings": rounded(findings)}
 
 
-def _arm(state: Mapping[str, Any]) -> dict[str, Any]:
+def _arm(run: Run, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
     if state["status"] != "done":
-        return {"status": state["status"], "error": str(state.get("error", ""))[:300]}
+        return {"status": state["status"], "error": _cause(run, name, state)}
     failed = [row["check"] for row in state["checks"] if row["result"] == "FAILED"]
     kept = {"ready_s": state["ready_s"], "weight_bytes": state.get("weight_bytes")} | state["spent_s"]
     return {"status": "done", "sound": sound(state), "failed_checks": failed} | kept
 
 
-def _steps(profiles: Mapping[str, Any]) -> dict[str, Any]:
-    found = {}
-    for context, step in profiles.items():
-        if "error" not in step:
-            parts = [{column: part[column] for column in _PART} for part in step["parts"]]
-            found[context] = {key: step[key] for key in _STEP} | {"parts": parts}
+def _steps(run: Run, state: Mapping[str, Any], gb_s: float) -> dict[str, Any]:
+    """A step by context, its parts in ms of kernels; streams overlap, so they sum up to more than the busy time."""
+    found, weights = {}, inventory.from_config(MODEL)
+    for context, step in state["profiles"].items():
+        if "error" in step:
+            continue
+        size = roofline.step_bytes(weights, load_of(_recipe(state["recipe"]), Machine.named("hopper"), int(context)))
+        seen = trace.read(run.path / "traces" / step["trace"])
+        watched = breakdown.break_down(seen, trace.steps(seen)).unwatched(step["step_ms"])
+        verdict = breakdown.verdict(watched, size.total, gb_s)
+        parts = Dissection(Path(seen.path), watched, (), 1.0, size, verdict).table().to_dict("records")
+        top = sorted(watched.top.items(), key=lambda kernel: -kernel[1][0])[:_TOP]
+        found[context] = {
+            "verdict": verdict.sentence,
+            "accept_length": step["accept_length"],
+            "step_ms": watched.step_ms,
+            "busy_ms": watched.busy_ms,
+            "host_gap_ms": watched.host_gap_ms,
+            "launch_gap_ms": watched.launch_gap_ms,
+            "calls": watched.calls,
+            "named_share": watched.named_share,
+            "parts": [{column: part[column] for column in _PART} for part in parts],
+            "top": [{"kernel": name[:_NAME], "ms": ms, "calls": calls} for name, (ms, calls) in top],
+        }
     return found
+
+
+def _recipe(fields: Mapping[str, Any]) -> Recipe:
+    pairs = {key: tuple(map(tuple, fields[key])) for key in ("extra_env",)}
+    return Recipe(**{**fields, "extra_args": tuple(fields["extra_args"]), **pairs})
+
+
+def _cause(run: Run, name: str, state: Mapping[str, Any]) -> str:
+    """Why an arm failed: by its server's log where that is at hand, otherwise what the driver said, without paths."""
+    for log in sorted((run.path / "logs").glob(f"*-{name}-*.log"))[-1:]:
+        if cause := serverlog.likely_cause(log.read_text(errors="replace").splitlines()):
+            return cause
+    return str(state.get("error", ""))[:300]
+
+
+def archive(run: Run, path: Path) -> None:
+    """The run as one file: without logs, and without the paths of the checkout that it was made from."""
+    checkout = re.sub(r"tests/gpu/full_shape\.py$", "", run.manifest["argv"][0]).encode()
+    held = io.BytesIO()
+    with tarfile.open(fileobj=held, mode="w:gz") as tar:
+        for file in sorted(run.path.rglob("*")):
+            inside = file.relative_to(run.path)
+            if file.is_dir() or inside.parts[0] == "logs":
+                continue
+            content = file.read_bytes()
+            if file.suffix in (".json", ".jsonl"):
+                content = content.replace(checkout, b"")
+            entry = tarfile.TarInfo(f"{run.id}/{inside}")
+            entry.size, entry.mtime = len(content), int(run.manifest["created_unix_s"])
+            tar.addfile(entry, io.BytesIO(content))
+    write_atomic(path, held.getvalue())
 
 
 def rounded(value: Any) -> Any:
@@ -78,4 +136,7 @@ def rounded(value: Any) -> Any:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[2]).write_text(json.dumps(record(Run.open(sys.argv[1])), ensure_ascii=False) + "\n")
+    opened = Run.open(sys.argv[1])
+    Path(sys.argv[2]).write_text(json.dumps(record(opened), ensure_ascii=False) + "\n")
+    for target in sys.argv[3:]:
+        archive(opened, Path(target))
