@@ -209,13 +209,13 @@ def test_a_run_becomes_a_record_that_the_package_reads(
     modules: SimpleNamespace, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     state = {"status": "done", "engaged": False, "checks": [{"check": "head", "result": "FAILED"}], "ready_s": 55.5555}
-    state |= {"weight_bytes": 123_456_789, "spent_s": {"load": 9.0}, "profiles": {"32768": {"error": "no"}}}
+    state |= {"weight_bytes": 123_456_789, "profiles": {"32768": {"error": "no"}}}
     state |= {"routing": {"expected": {"1": 8.0}, "mean": {"1": 7.98765}, "layers": {"2": {}}}}
     with Run.create(tmp_path, run_id="r", machine=Machine.named("hopper"), model="m", gb_s=4.0, commit="abc") as run:
         run.write_json("arms/a.json", state)
         run.write_json("arms/b.json", {"status": "failed", "error": "died"})
         run.write_json("arms/c.json", {"status": "failed", "error": "died; likely cause: unknown"})
-        (run.folder("logs") / "1-c-2.log").write_text("OSError: [Errno 28] No space left on device\n")
+        (run.folder("logs") / "20261130-071021-c-2.log").write_text("OSError: [Errno 28] No space left on device\n")
         run.write_json("table.json", [{"arm": "a", "tpot_ms": 6.78912}])
         made = modules.record.record(run)
     assert made["findings"]["rows"] == [{"arm": "a", "tpot_ms": 6.789}]
@@ -238,14 +238,10 @@ def test_the_shipped_record_is_what_the_kept_run_gives(modules: SimpleNamespace,
     run, shipped = Run.open(folder), fullsize.load()
     made = json.loads(json.dumps(modules.record.record(run)))
     assert made["conditions"] == shipped.conditions
-    failed = [name for name, arm in shipped.findings["arms"].items() if arm["status"] != "done"]
-    for name in failed:  # why they failed is read from logs, which are not kept
-        assert made["findings"]["arms"].pop(name)["status"] == shipped.findings["arms"][name]["status"]
-    arms = {name: arm for name, arm in shipped.findings["arms"].items() if name not in failed}
-    assert made["findings"] == shipped.findings | {"arms": arms}
-    assert all(arm["sound"] for arm in arms.values())
-    assert all(arm["engaged"] and arm["logits_finite"] for name, arm in modules.record.states(run).items()
-               if name not in failed)  # fmt: skip
+    assert made["findings"] == shipped.findings
+    done = {name: arm for name, arm in shipped.findings["arms"].items() if arm["status"] == "done"}
+    assert all(arm["sound"] and arm["graphs"] > 2 for arm in done.values())
+    assert all(state["engaged"] for name, state in modules.record.states(run).items() if name in done)
     steps = [step for arm in made["findings"]["profiles"].values() for step in arm.values()]
     assert len(steps) == 8
     assert min(step["named_share"] for step in steps) > 0.99

@@ -2,7 +2,7 @@
 
 RUN_FOLDER is what `run.tar.gz` holds. Notebooks show the record on machines without such a GPU (`sparkmoe.recorded`),
 so it has every figure of the table, how a start and a step spend their time, and what was proven, and no raw sample.
-A step's parts are read from the kept traces, by today's rules. ARCHIVE receives the run itself, without its logs.
+A step's parts and a start's stages are read from the kept traces and logs, by today's rules. ARCHIVE receives the run.
 """
 
 from __future__ import annotations
@@ -61,11 +61,19 @@ def record(run: Run) -> dict[str, Any]:
 
 
 def _arm(run: Run, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+    log = _log(run, name)
     if state["status"] != "done":
-        return {"status": state["status"], "error": _cause(run, name, state)}
+        cause = serverlog.likely_cause(log) or str(state.get("error", ""))[:300]
+        return {"status": state["status"], "error": cause}
     failed = [row["check"] for row in state["checks"] if row["result"] == "FAILED"]
-    kept = {"ready_s": state["ready_s"], "weight_bytes": state.get("weight_bytes")} | state["spent_s"]
+    kept = {"ready_s": state["ready_s"], "weight_bytes": state.get("weight_bytes")} | serverlog.seconds_spent(log)
     return {"status": "done", "sound": sound(state), "failed_checks": failed} | kept
+
+
+def _log(run: Run, name: str) -> list[str]:
+    """The last log of an arm's server, by lines."""
+    logs = sorted(path for path in run.path.glob("logs/*.log") if path.stem.split("-")[2] == name)
+    return logs[-1].read_text(errors="replace").splitlines() if logs else []
 
 
 def _steps(run: Run, state: Mapping[str, Any], gb_s: float) -> dict[str, Any]:
@@ -100,25 +108,17 @@ def _recipe(fields: Mapping[str, Any]) -> Recipe:
     return Recipe(**{**fields, "extra_args": tuple(fields["extra_args"]), **pairs})
 
 
-def _cause(run: Run, name: str, state: Mapping[str, Any]) -> str:
-    """Why an arm failed: by its server's log where that is at hand, otherwise what the driver said, without paths."""
-    for log in sorted((run.path / "logs").glob(f"*-{name}-*.log"))[-1:]:
-        if cause := serverlog.likely_cause(log.read_text(errors="replace").splitlines()):
-            return cause
-    return str(state.get("error", ""))[:300]
-
-
 def archive(run: Run, path: Path) -> None:
-    """The run as one file: without logs, and without the paths of the checkout that it was made from."""
+    """The run as one file, without the paths of the checkout that it was made from."""
     checkout = re.sub(r"tests/gpu/full_shape\.py$", "", run.manifest["argv"][0]).encode()
     held = io.BytesIO()
     with tarfile.open(fileobj=held, mode="w:gz") as tar:
         for file in sorted(run.path.rglob("*")):
             inside = file.relative_to(run.path)
-            if file.is_dir() or inside.parts[0] == "logs":
+            if file.is_dir() or (inside.parts[0] == "logs" and file.suffix != ".log"):  # evidence is there twice
                 continue
             content = file.read_bytes()
-            if file.suffix in (".json", ".jsonl"):
+            if file.suffix in (".json", ".jsonl", ".log"):
                 content = content.replace(checkout, b"")
             entry = tarfile.TarInfo(f"{run.id}/{inside}")
             entry.size, entry.mtime = len(content), int(run.manifest["created_unix_s"])
