@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoTokenizer
 
 from sparkmoe.errors import ModelError
@@ -16,7 +16,7 @@ from sparkmoe.nano import bundle, tokenizer
 from sparkmoe.nano.config import LingConfig
 from sparkmoe.nano.model import MLP, Experts, load_checkpoint
 from sparkmoe.nano.problems import split
-from sparkmoe.nano.quantize import form
+from sparkmoe.nano.quantize import FP8_BLOCK, form
 
 
 @pytest.fixture
@@ -66,10 +66,53 @@ def test_bf16_form_is_derived_once_and_is_the_same_model(home: Path) -> None:
     assert not [p for p in (home / "nano").iterdir() if p.name.startswith(".")]
     mixed, plain = load_file(bundle.BUNDLE / "model.safetensors"), load_file(folder / "model.safetensors")
     ling = LingConfig.from_json(folder / "config.json")
-    again = bundle.quantize(plain, {n: form(n, ling) for n in plain})
-    back = bundle.dequantize(again)
+    forms = {n: form(n, ling) for n in plain}
+    back = bundle.dequantize(bundle.quantize(plain, forms))
     assert all(torch.equal(back[n], plain[n]) for n in plain)
+    again = bundle.quantize(bundle.widen(plain, ling.kv_lora_rank), forms)
     assert set(again) == set(mixed)
+    assert all(same_bits(again[n], mixed[n]) for n in mixed)
+
+
+def test_fp4_form_holds_every_latent_twice_and_changes_no_block(home: Path) -> None:
+    mixed, plain = load_file(bundle.BUNDLE / "model.safetensors"), load_file(bundle.folder() / "model.safetensors")
+    ling = LingConfig.from_json(bundle.folder() / "config.json")
+    rank, blocks = ling.kv_lora_rank, ling.kv_lora_rank // FP8_BLOCK
+    assert LingConfig.from_json(bundle.BUNDLE / "config.json").kv_lora_rank == 2 * rank
+    once = bundle.quantize(plain, {n: form(n, ling) for n in plain})
+    mla = [i for i in range(ling.num_hidden_layers + 1) if ling.is_mla(i)]
+    assert len(mla) == 4  # three in the target, one in the MTP layer
+    for name in (f"model.layers.{i}.attention." for i in mla):
+        down, up = f"{name}kv_a_proj_with_mqa.weight", f"{name}kv_b_proj.weight"
+        for key, rows in ((down, rank), (f"{down}_scale_inv", blocks)):
+            assert same_bits(mixed[key][:rows], once[key][:rows])
+            assert same_bits(mixed[key][rows:], once[key])
+        for key, columns in ((up, rank), (f"{up}_scale_inv", blocks)):
+            assert same_bits(mixed[key][:, :columns].contiguous(), once[key])
+        assert not mixed[up][:, rank:].float().any()
+    kept = [n for n in once if not re.search(r"\.kv_(a_proj_with_mqa|a_layernorm|b_proj)\.", n)]
+    assert all(same_bits(mixed[n], once[n]) for n in kept)
+    assert len(once) - len(kept) == 5 * len(mla)
+
+
+def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return a.dtype == b.dtype and torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+@torch.no_grad()
+def test_fp4_form_computes_what_the_bf16_form_computes(home: Path, tmp_path: Path) -> None:
+    """Logits and drafts of the wide latents as they are stored, against those of the trained ones."""
+    stored = bundle.dequantize(load_file(bundle.BUNDLE / "model.safetensors"))
+    save_file(stored, tmp_path / "model.safetensors")
+    shutil.copy(bundle.BUNDLE / "config.json", tmp_path)
+    wide, narrow = load_checkpoint(tmp_path), load_checkpoint(bundle.folder())
+    tok = tokenizer.load(bundle.BUNDLE / "tokenizer.json")
+    for p in split("combinations", 3, seed=4):
+        ids = torch.tensor([tok.encode(f"{tokenizer.prompt(p.question)}{p.reasoning}</think>{p.reply}").ids])
+        hidden = [model.hidden(ids) for model in (wide, narrow)]
+        steps = zip(wide.drafts(ids, hidden[0], 3), narrow.drafts(ids, hidden[1], 3), strict=True)
+        for a, b in [hidden, *steps]:
+            torch.testing.assert_close(wide.lm_head(a), narrow.lm_head(b), atol=2e-4, rtol=0)
 
 
 def test_a_damaged_derived_file_is_named_and_made_anew(home: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -2,9 +2,10 @@
 
 The package carries nano Ling once, in the mixed layout of Ling-3.0-flash-fp4 (`bundle/fp4`). A machine without FP4
 kernels serves the same numbers written out: every weight of that layout is exactly a BF16 number, so form "bf16" is
-derived from it, once, into `SPARKMOE_HOME/nano`, and is the same model to the last bit. Each folder has a
-`SHA256.json`; a folder is handed out only if every file still has its hash. A damaged derived folder is made anew; a
-damaged bundle is refused by name.
+derived from it, once, into `SPARKMOE_HOME/nano`, and is the same model to the last bit. One thing is stored otherwise
+than it was trained: `bundle/fp4` holds every MLA latent twice (`widen`), because SGLang's GPU kernels cannot be
+compiled for a latent as narrow as this model's. Each folder has a `SHA256.json`; a folder is handed out only if every
+file still has its hash. A damaged derived folder is made anew; a damaged bundle is refused by name.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
@@ -103,15 +105,51 @@ def folder(form: Literal["bf16", "fp4"] = "bf16") -> Path:
 
 
 def derive(source: Path, out: Path) -> None:
-    """Writes the BF16 form of the mixed checkpoint in `source` into the existing folder `out`, with hashes."""
+    """Writes the BF16 form of the bundle in `source` (`dequantize`, `narrow`) into the existing folder `out`, with
+    hashes.
+    """
     for path in source.iterdir():
         if path.name not in ("model.safetensors", "config.json", HASHES):
             shutil.copy(path, out)
     config = json.loads((source / "config.json").read_text())
     del config["quantization_config"]
+    config["kv_lora_rank"] //= 2
     (out / "config.json").write_text(json.dumps(config, indent=1) + "\n")
-    save_file(dequantize(load_file(source / "model.safetensors")), out / "model.safetensors", metadata={"format": "pt"})
+    weights = narrow(dequantize(load_file(source / "model.safetensors")), config["kv_lora_rank"])
+    save_file(weights, out / "model.safetensors", metadata={"format": "pt"})
     write_hashes(out)
+
+
+def widen(weights: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """The same function with every MLA latent twice: kv_lora_rank `rank` becomes 2 * `rank`.
+
+    RMSNorm divides (c, c) by what it divides c by, and the zeros that kv_b_proj gains ignore the copy. What it is for:
+    SGLang's Triton kernel for absorbed decoding reads the value out of the key's tile. It gives the rope part a tile
+    of its own for 512 + 64 and 256 + 32 only and otherwise rounds the key up: 128 + 32 would need a value of 128 in a
+    tile of 256, which does not compile.
+    """
+    out = dict(weights)
+    for name, w in weights.items():
+        if name.endswith(".kv_a_proj_with_mqa.weight"):
+            out[name] = torch.cat([w[:rank], w])  # its last rows are the rope key's
+        elif name.endswith(".kv_a_layernorm.weight"):
+            out[name] = w.repeat(2)
+        elif name.endswith(".kv_b_proj.weight"):
+            out[name] = F.pad(w, (0, rank))
+    return out
+
+
+def narrow(weights: dict[str, Tensor], rank: int) -> dict[str, Tensor]:
+    """The inverse of `widen`, with the same `rank`."""
+    out = dict(weights)
+    for name, w in weights.items():
+        if name.endswith(".kv_a_proj_with_mqa.weight"):
+            out[name] = w[rank:].contiguous()
+        elif name.endswith(".kv_a_layernorm.weight"):
+            out[name] = w[:rank].contiguous()
+        elif name.endswith(".kv_b_proj.weight"):
+            out[name] = w[:, :rank].contiguous()
+    return out
 
 
 def quantize(weights: dict[str, Tensor], forms: dict[str, str]) -> dict[str, Tensor]:

@@ -27,12 +27,14 @@ def export(weights: Path, out: Path) -> dict[str, float]:
         raise ModelError(f"{weights} holds no weights-*.safetensors; make them with python -m sparkmoe.nano.train.")
     raw = {k: v for part in parts for k, v in load_file(part).items()}
     config = LingConfig.from_dict(train.CONFIG)
-    mixed = bundle.quantize(raw, {name: form(name, config) for name in raw})
-    back = bundle.dequantize(mixed)
+    # Before quantizing: the latents fill whole FP8 blocks, so widening changes no block that holds a weight.
+    wide = bundle.widen(raw, config.kv_lora_rank)
+    mixed = bundle.quantize(wide, {name: form(name, config) for name in wide})
+    back = bundle.narrow(bundle.dequantize(mixed), config.kv_lora_rank)
     moved = max(float((back[n].float() - raw[n].float()).abs().max()) for n in raw)
     out.mkdir(parents=True, exist_ok=True)
     save_file(mixed, out / "model.safetensors", metadata={"format": "pt"})
-    full = train.CONFIG | {"quantization_config": bundle.QUANTIZATION}
+    full = train.CONFIG | {"kv_lora_rank": 2 * config.kv_lora_rank, "quantization_config": bundle.QUANTIZATION}
     (out / "config.json").write_text(json.dumps(full, indent=1) + "\n")
     tokenizer.save(tokenizer.load(data.TOKENIZER), out)
     curves = weights / "curves.json"
