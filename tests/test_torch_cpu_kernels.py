@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from sparkmoe.sglang_plugin.torch_cpu import kda, ops, sampling, speculative
+from sparkmoe.sglang_plugin.torch_cpu import attention, kda, ops, sampling, speculative
 
 
 def rand(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -187,6 +187,24 @@ def test_greedy_verification(data):
         assert places == list(range(b * n, b * n + len(want)))
         assert predicts[places].tolist() == want
         assert int(count[b]) == len(want) - 1
+
+
+@pytest.mark.parametrize("prefix", [0, 5])
+@pytest.mark.parametrize("count", [1, attention._FUSED - 1, attention._FUSED, 2 * attention._QUERY_BLOCK + 3])
+def test_latent_attention_in_fp64(count, prefix):
+    """Two requests in one batch, the second's slots scattered over the cache."""
+    heads, latent, rope, total = 3, 16, 4, prefix + count
+    query, cache = torch.randn(2 * count, heads, latent + rope), torch.randn(3 * total + 7, latent + rope)
+    slots = [torch.arange(7, 7 + total), torch.randperm(3 * total)[:total]]
+    rows = [attention.Rows.of(k * count, (k + 1) * count, slots[k]) for k in (0, 1)]
+    found = attention.latent_attention(query, cache, rows, latent)
+    for row in rows:
+        keys = cache[row.slots].double()
+        scores = torch.einsum("nhc,sc->hns", query[row.start : row.stop].double(), keys)
+        later = torch.arange(total) > prefix + torch.arange(count).unsqueeze(1)
+        weights = scores.masked_fill(later, float("-inf")).softmax(-1)
+        exact = torch.einsum("hns,sc->nhc", weights, keys[:, :latent])
+        assert (found[row.start : row.stop] - exact).abs().max() < 1e-4
 
 
 def test_cache_slots():
