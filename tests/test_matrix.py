@@ -1,5 +1,5 @@
-"""Every combination of head, draft and hot vocabulary on a live CPU server: it serves, it is proven to be what it says,
-and its greedy answers are those of the same head without a draft, token by token.
+"""Every combination of head, draft and hot vocabulary of the bundled miniature on a live CPU server: it serves, it is
+proven to be what it says, and its greedy answers are those of the same head without a draft, token by token.
 
 `make test` runs a choice that holds every head with and without hot vocabulary and every K; `make matrix` runs all and
 writes `results/matrix.json` (elsewhere: SPARKMOE_MATRIX_RECORD).
@@ -18,6 +18,7 @@ import pytest
 from sparkmoe.engagement import PROBE_PROMPTS, accept_length, read_evidence, require
 from sparkmoe.engine import Engine
 from sparkmoe.hot_vocab import choose, count, save
+from sparkmoe.nano import bundle
 from sparkmoe.recipe import Recipe
 from sparkmoe.sample import Sample
 
@@ -44,7 +45,7 @@ def plain(serve: Serve) -> Callable[[str], list[Sample]]:
     def answers(precision: str) -> list[Sample]:
         if precision not in known:
             recipe = Recipe(f"plain_{precision}", head=precision)  # type: ignore[arg-type]
-            engine = serve(recipe)
+            engine = serve(recipe, model=bundle.folder())
             known[precision] = ask(engine)
             require(recipe, read_evidence(engine.evidence_path), known[precision])
         return known[precision]
@@ -53,11 +54,11 @@ def plain(serve: Serve) -> Callable[[str], list[Sample]]:
 
 
 @pytest.fixture(scope="session")
-def hot_map(plain: Callable[[str], list[Sample]], miniature: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def hot_map(plain: Callable[[str], list[Sample]], tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The most frequent third of what the plain model says: some tokens cannot be drafted, most can."""
     counts = count(list(s.token_ids or ()) for s in plain("bf16"))
     path = tmp_path_factory.mktemp("hot") / "hot.pt"
-    vocabulary = json.loads((miniature / "config.json").read_text())["vocab_size"]
+    vocabulary = json.loads((bundle.folder() / "config.json").read_text())["vocab_size"]
     save(path, choose(counts, max(16, len(counts) // 3), vocabulary))
     return path
 
@@ -81,7 +82,7 @@ def test_a_draft_changes_no_greedy_token(
 ) -> None:
     changes: dict[str, Any] = HEADS[head] | {"hot_vocab": str(hot_map)} if hot else dict(HEADS[head])
     recipe = Recipe(f"{head}_k{steps}{'_hot' if hot else ''}", draft_steps=steps, **changes)
-    engine = serve(recipe)
+    engine = serve(recipe, model=bundle.folder())
     samples = ask(engine)
     evidence = read_evidence(engine.evidence_path)
     assert evidence is not None
