@@ -233,6 +233,19 @@ def test_two_sparks_share_one_model(miniature: Path) -> None:
     assert half["KV cache"] == whole["KV cache"]
 
 
+def test_attention_in_sglang_s_own_words(sglang_parser: argparse.ArgumentParser) -> None:
+    for name in ("triton", "flashinfer", "fa3"):
+        recipe = RECIPES["all_three"].with_(attention=name)
+        parsed, left = sglang_parser.parse_known_args(list(flags(recipe, MACHINES["spark"])[3:]))
+        assert (parsed.attention_backend, left) == (name, [])
+        assert "the CPU platform attends by itself" in (
+            RECIPES["nextn"].with_(attention=name).why_not(MACHINES["cpu"]) or ""
+        )
+    assert "--attention-backend" not in flags(RECIPES["all_three"], MACHINES["spark"])
+    with pytest.raises(RecipeError, match="attention='fa2' is none of auto, triton"):
+        RECIPES["all_three"].with_(attention="fa2")
+
+
 def test_a_dspark_draft_in_sglang_s_own_words(
     sglang_parser: argparse.ArgumentParser, miniature: Path, tmp_path: Path
 ) -> None:

@@ -84,14 +84,16 @@ def serve(
     draft_model: Annotated[
         Path | None, typer.Option(help="folder of a DSpark draft, instead of the recipe's NEXTN draft")
     ] = None,
+    attention: Annotated[str, typer.Option(help="SGLang's backend: auto, triton, flashinfer, fa3")] = "auto",
 ) -> None:
     """Serve a recipe in the foreground until Ctrl-C or SIGTERM. Notebooks attach to it."""
     from sparkmoe.recipe import Recipe
 
     chosen = Recipe.named(recipe)
     own = {"hot_vocab": hot_vocab, "draft_model": draft_model}
-    own_paths = {key: path and str(path.absolute()) for key, path in own.items()}
-    chosen = chosen.with_(name=recipe, metrics=keep, mem_fraction=mem_fraction or chosen.mem_fraction, **own_paths)
+    changes: dict[str, Any] = {key: path and str(path.absolute()) for key, path in own.items()}
+    changes |= {"mem_fraction": mem_fraction or chosen.mem_fraction, "attention": attention}
+    chosen = chosen.with_(name=recipe, metrics=keep, **changes)
     chosen = chosen.on_nodes(tp, node, meet)
     if show:
         _print_command(chosen, machine, model, port, host)

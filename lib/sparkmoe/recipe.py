@@ -29,6 +29,7 @@ from sparkmoe.machine import Machine
 Moe = Literal["auto", "flashinfer_mxfp4", "humming", "marlin", "native"]
 Head = Literal["fp32", "bf16", "fp8"]
 DraftHead = Literal["shared", "fp8", "weight_only", "unscaled"]
+Attention = Literal["auto", "triton", "flashinfer", "fa3"]
 MAX_DRAFT_STEPS = 16
 # Ours, read by the plugin inside the server: SGLang itself knows neither.
 FP8_HEAD_ENV = "SGLANG_ENABLE_FP8_LM_HEAD"
@@ -75,6 +76,7 @@ class Recipe:
     the NEXTN layer and scores them with the target's head.
     `tp` splits every matrix over so many GPUs, the same number on each of `nodes` machines, of which this is number
     `node_rank`; they meet at `dist_init_addr` (host:port on the first).
+    `attention` is SGLang's backend; drafts under Triton's read a long context slowly (notebook 05).
     `moe_activation="fp8"` asks Humming for FP8 activations. `context_length` above the model's own is refused.
     `extra_args` and `extra_env` reach the server unchanged, for what has no field.
     """
@@ -87,6 +89,7 @@ class Recipe:
     draft_head: DraftHead = "shared"
     hot_vocab: str | None = None
     draft_model: str | None = None
+    attention: Attention = "auto"
     context_length: int | None = None
     mem_fraction: float | None = None
     max_total_tokens: int | None = None
@@ -103,7 +106,8 @@ class Recipe:
     extra_env: tuple[tuple[str, str], ...] = ()
 
     def __post_init__(self) -> None:
-        choices = (("moe", self.moe, Moe), ("head", self.head, Head), ("draft_head", self.draft_head, DraftHead))
+        choices = (("moe", self.moe, Moe), ("head", self.head, Head), ("draft_head", self.draft_head, DraftHead),
+                   ("attention", self.attention, Attention))  # fmt: skip
         for what, value, kind in choices:
             if value not in (known := get_args(kind)):
                 raise RecipeError(f"recipe {self.name}: {what}={value!r} is none of {', '.join(known)}")
@@ -180,6 +184,8 @@ class Recipe:
         here = self.tp // self.nodes
         if here > max(1, machine.gpu_count):
             return f"tp={self.tp} on {self.nodes} node(s) needs {here} GPUs each; this machine has {machine.gpu_count}"
+        if self.attention != "auto" and machine.profile == "cpu":
+            return f"attention={self.attention} needs an NVIDIA GPU; the CPU platform attends by itself"
         if self.tp > 1 and machine.profile == "cpu":
             return f"tp={self.tp} needs NVIDIA GPUs; this machine runs on its CPU"
         if self.hot_vocab and not Path(self.hot_vocab).is_file():
@@ -261,6 +267,8 @@ class Recipe:
             argv += ["--context-length", str(self.context_length)]
         if self.kv_cache_dtype != "auto":
             argv += ["--kv-cache-dtype", self.kv_cache_dtype]
+        if self.attention != "auto":
+            argv += ["--attention-backend", self.attention]
         moe = self.moe_backend(machine)
         if moe is not None:
             argv += ["--moe-runner-backend", moe]

@@ -86,14 +86,12 @@ def arms(machine: Machine, hot: Path) -> list[Arm]:
             Arm(plain),
             Arm(plain.with_(name="all_three", head="fp8", draft_steps=3), profiled=True),
         ]
-    attention = ("--attention-backend", "triton")
     nano = Recipe("nano_mxfp4", moe="humming", head="bf16", draft_steps=3, max_running_requests=GPU.parallel,
-                  extra_args=(*attention, *_GPU), extra_env=_GPU_ENV)  # fmt: skip
+                  attention="triton", extra_args=_GPU, extra_env=_GPU_ENV)  # fmt: skip
     plain = nano.with_(name="humming_bf16", draft_steps=0, max_running_requests=4,
-                       extra_args=(*_RANDOM, *attention, *_GPU), extra_env=(*_RANDOM_ENV, *_GPU_ENV))  # fmt: skip
+                       extra_args=(*_RANDOM, *_GPU), extra_env=(*_RANDOM_ENV, *_GPU_ENV))  # fmt: skip
     every = plain.with_(name="all_three", head="fp8", draft_steps=3)
     marlin = plain.with_(name="marlin_bf16", moe="marlin")
-    flashinfer = (*_RANDOM, "--attention-backend", "flashinfer", *_GPU)
     found = [
         Arm(nano, nano=True),
         Arm(
@@ -108,7 +106,7 @@ def arms(machine: Machine, hot: Path) -> list[Arm]:
         Arm(every.with_(name="all_three_k2", draft_steps=2)),
         Arm(every.with_(name="all_three_hot", hot_vocab=str(hot))),
         Arm(every.with_(name="draft_fp8_head", head="bf16", draft_head="fp8")),
-        Arm(every.with_(name="all_three_flashinfer", extra_args=flashinfer), profiled=True),
+        Arm(every.with_(name="all_three_flashinfer", attention="flashinfer"), profiled=True),
         Arm(plain.with_(name="humming_bf16_unclamped", extra_env=(*plain.extra_env, (OFF_ENV, "0"))), fails=("clamp",)),
         Arm(marlin.with_(name="marlin_all_three", head="fp8", draft_steps=3)),
     ]
