@@ -75,7 +75,8 @@ def test_the_recorded_soak_is_the_one_that_the_readme_quotes() -> None:
     assert (len(recovered), found["wrong"], found["failed"]) == (20, 0, 0)
     assert found["requests"] >= 20_000
     assert max(found["memory"]["pss_growth"], found["memory"]["own_growth"]) <= MAX_GROWTH
-    assert found["checks"]["recovery within 40 s"] == (max(recovered) <= MAX_RECOVERY_S)
+    assert max(recovered) <= MAX_RECOVERY_S
+    assert all(found["checks"].values())
     readme = (Path(__file__).parents[1] / "README.md").read_text()
     for quoted in (f"{found['requests']:,} answers", f"{min(recovered)}–{max(recovered)} s"):
         assert quoted in readme

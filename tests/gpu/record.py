@@ -2,7 +2,7 @@
 
 RUN_FOLDER is what `run.tar.gz` holds. Notebooks show the record on machines without such a GPU (`sparkmoe.recorded`),
 so it has every figure of the table, how a start and a step spend their time, and what was proven, and no raw sample.
-A step's parts and a start's stages are read from the kept traces and logs, by today's rules. ARCHIVE receives the run.
+All of it is made from the kept samples, traces and logs, by today's rules. ARCHIVE receives the run.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ import math
 import re
 import sys
 import tarfile
+import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from full_shape import MODEL
-from table import sound, states
+from table import sound, states, table
 
-from sparkmoe import breakdown, inventory, roofline, serverlog, trace
+from sparkmoe import breakdown, hot_vocab, inventory, roofline, serverlog, trace
+from sparkmoe.inventory import Inventory
 from sparkmoe.machine import Machine
 from sparkmoe.profiling import Dissection, load_of
 from sparkmoe.recipe import Recipe
@@ -34,10 +36,12 @@ _TOP, _NAME = 20, 100  # how many kernels by time, and how much of a C++ name
 
 
 def record(run: Run) -> dict[str, Any]:
-    """The record of a run, floats to four digits."""
+    """The record of a run."""
     manifest, found = run.manifest, states(run)
     done = {name: state for name, state in found.items() if state["status"] == "done"}
     machine, versions = manifest["machine"], manifest["packages"]
+    recipes = {name: _recipe(run, state) for name, state in found.items()}
+    weights, gb_s = inventory.from_config(MODEL), manifest["gb_s"]
     conditions = {
         "machine": f"{machine['gpu_count']} × {machine['gpu_name']}" if machine["gpu_name"] else "a CPU, dry run",
         "date": time.strftime("%Y-%m-%d", time.gmtime(manifest["created_unix_s"])),
@@ -49,11 +53,15 @@ def record(run: Run) -> dict[str, Any]:
     }
     routing = next((state["routing"] for state in done.values() if "routing" in state), {})
     findings = {
-        "gb_s": manifest["gb_s"],
+        "gb_s": gb_s,
         "arms": {name: _arm(run, name, state) for name, state in found.items()},
-        "rows": json.loads((run.path / "table.json").read_text()),
+        "rows": table(run, recipes, weights, Machine.named("hopper"), gb_s),
         "routing": {key: routing[key] for key in ("expected", "mean") if key in routing},
-        "profiles": {name: _steps(run, state, manifest["gb_s"]) for name, state in done.items() if "profiles" in state},
+        "profiles": {
+            name: _steps(run, state, recipes[name], weights, gb_s)
+            for name, state in done.items()
+            if "profiles" in state
+        },
         "miniature": {name: state["miniature"] for name, state in done.items() if "miniature" in state},
     }
     what = f"{manifest['model']}: time per token by lever, context and simulated accept length, one boot an arm"
@@ -76,13 +84,13 @@ def _log(run: Run, name: str) -> list[str]:
     return logs[-1].read_text(errors="replace").splitlines() if logs else []
 
 
-def _steps(run: Run, state: Mapping[str, Any], gb_s: float) -> dict[str, Any]:
-    """A step by context, its parts in ms of kernels; streams overlap, so they sum up to more than the busy time."""
-    found, weights = {}, inventory.from_config(MODEL)
+def _steps(run: Run, state: Mapping[str, Any], recipe: Recipe, weights: Inventory, gb_s: float) -> dict[str, Any]:
+    """A step by context, its parts in ms of kernels; these overlap, so they sum up to more than the busy time."""
+    found = {}
     for context, step in state["profiles"].items():
         if "error" in step:
             continue
-        size = roofline.step_bytes(weights, load_of(_recipe(state["recipe"]), Machine.named("hopper"), int(context)))
+        size = roofline.step_bytes(weights, load_of(recipe, Machine.named("hopper"), int(context)))
         seen = trace.read(run.path / "traces" / step["trace"])
         watched = breakdown.break_down(seen, trace.steps(seen)).unwatched(step["step_ms"])
         verdict = breakdown.verdict(watched, size.total, gb_s)
@@ -103,14 +111,23 @@ def _steps(run: Run, state: Mapping[str, Any], gb_s: float) -> dict[str, Any]:
     return found
 
 
-def _recipe(fields: Mapping[str, Any]) -> Recipe:
-    pairs = {key: tuple(map(tuple, fields[key])) for key in ("extra_env",)}
-    return Recipe(**{**fields, "extra_args": tuple(fields["extra_args"]), **pairs})
+def _recipe(run: Run, state: Mapping[str, Any]) -> Recipe:
+    """An arm's recipe. Its token map stayed on the machine: one of as many tokens takes its place."""
+    fields = dict(state["recipe"])
+    fields |= {"extra_args": tuple(fields["extra_args"]), "extra_env": tuple(map(tuple, fields["extra_env"]))}
+    if fields["hot_vocab"] and "booted" in state:
+        evidence = json.loads((run.path / "evidence" / f"{state['booted']}.json").read_text())
+        held = Path(tempfile.gettempdir()) / f"hot-{evidence['draft']['hot_vocabulary']}.pt"
+        hot_vocab.save(
+            held, hot_vocab.choose({0: 1}, evidence["draft"]["hot_vocabulary"], evidence["target"]["vocabulary"])
+        )
+        fields["hot_vocab"] = str(held)
+    return Recipe(**fields)
 
 
 def archive(run: Run, path: Path) -> None:
-    """The run as one file, without the paths of the checkout that it was made from."""
-    checkout = re.sub(r"tests/gpu/full_shape\.py$", "", run.manifest["argv"][0]).encode()
+    """The run as one file, without the paths of the checkout that it was made from, and without the servers' keys."""
+    checkout = run.manifest["argv"][0].removesuffix("tests/gpu/full_shape.py").encode()
     held = io.BytesIO()
     with tarfile.open(fileobj=held, mode="w:gz") as tar:
         for file in sorted(run.path.rglob("*")):
@@ -119,7 +136,8 @@ def archive(run: Run, path: Path) -> None:
                 continue
             content = file.read_bytes()
             if file.suffix in (".json", ".jsonl", ".log"):
-                content = content.replace(checkout, b"")
+                content = re.sub(rb"('api_key': ')[^']+", rb"\1", content)
+                content = content.replace(checkout, b"") if checkout.endswith(b"/") else content
             entry = tarfile.TarInfo(f"{run.id}/{inside}")
             entry.size, entry.mtime = len(content), int(run.manifest["created_unix_s"])
             tar.addfile(entry, io.BytesIO(content))
@@ -127,12 +145,14 @@ def archive(run: Run, path: Path) -> None:
 
 
 def rounded(value: Any) -> Any:
-    """Floats to four significant digits, everywhere."""
+    """Floats to six significant digits, everywhere; what is not a number is None."""
     if isinstance(value, Mapping):
         return {key: rounded(item) for key, item in value.items()}
     if isinstance(value, list):
         return [rounded(item) for item in value]
-    return float(f"{value:.4g}") if isinstance(value, float) and math.isfinite(value) else value
+    if isinstance(value, float):
+        return float(f"{value:.6g}") if math.isfinite(value) else None
+    return value
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ def table(
 ) -> list[dict[str, Any]]:
     """Measured beside predicted: a row for each arm, context, output and accept length. Times in ms per token.
 
-    `floor_ms` is bytes ÷ bandwidth, `predicted_ms` adds what the plain arm spends beyond its floor at that context;
-    `gain` is the plain arm's time ÷ this one's, as measured and as predicted.
+    `floor_ms` is bytes ÷ bandwidth, `predicted_ms` adds what the first plain arm of the same MoE backend spends beyond
+    its floor at that context; `gain` is the first plain arm's time ÷ this one's, as measured and as predicted.
     """
     found = states(run)
     groups: dict[tuple[Any, ...], list[Sample]] = {}
@@ -43,6 +43,7 @@ def table(
             groups.setdefault(key, []).append(Sample.from_json(record["sample"]))
     result: list[dict[str, Any]] = []
     plain: dict[tuple[int, int], float] = {}
+    of_backend: dict[tuple[str, int, int], float] = {}
     for (arm, context, output, asked), samples in groups.items():
         recipe, times = recipes[arm], [s.tpot_ms for s in samples if s.tpot_ms]
         if not times:
@@ -54,6 +55,7 @@ def table(
         read = roofline.split(roofline.step_bytes(weights, load), recipe.tp).total
         if not recipe.draft_steps and recipe.head == "bf16" and recipe.tp == 1:
             plain.setdefault((context, output), measured)
+            of_backend.setdefault((recipe.moe, context, output), measured)
         row = {
             "arm": arm,
             "sound": sound(found[arm]),
@@ -65,11 +67,11 @@ def table(
         row |= {"samples": len(times), "tpot_ms": measured, "least_ms": min(times), "most_ms": max(times)}
         row |= {"step_ms": measured * length, "bytes": read, "gb_s": read / measured / length / 1e6}
         row["floor_ms"] = read / gb_s / 1e6 / length
-        reference = plain.get((context, output))
-        if reference is not None and recipe.tp == 1:
+        reference, same = plain.get((context, output)), of_backend.get((recipe.moe, context, output))
+        if reference is not None and same is not None and recipe.tp == 1:
             base = load_of(recipe.with_(draft_steps=0, head="bf16", hot_vocab=None, draft_head="shared"),
                            machine, context + output // 2)  # fmt: skip
-            spent = roofline.overhead(weights, gb_s, reference, base)
+            spent = roofline.overhead(weights, gb_s, same, base)
             made = roofline.predict(weights, gb_s, load, accept_length=length, overhead_ms=spent)
             row |= {"predicted_ms": made.tpot_ms, "residual_ms": measured - made.tpot_ms}
             row |= {"gain": reference / measured, "predicted_gain": reference / made.tpot_ms}
