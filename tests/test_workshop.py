@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from lifetimes import until
+from lifetimes import listening, until
 from sparkmoe import notebook, workshop
 from sparkmoe.findings import Finding
 from sparkmoe.machine import GIB, Machine
@@ -70,8 +70,9 @@ def test_jupyterlab_opens_on_the_first_notebook(tmp_path: Path) -> None:
     try:
         until(lambda: list(tmp_path.glob("jpserver-*.json")) != [], 60)
         (server,) = tmp_path.glob("jpserver-*.json")
-        address = json.loads(server.read_text())["url"]
-        with urllib.request.urlopen(f"{address}api/contents/00_preflight.ipynb?content=0&token=t") as answer:
+        seen = json.loads(server.read_text())
+        until(lambda: listening(seen["port"]), 60)  # the file may come before the port
+        with urllib.request.urlopen(f"{seen['url']}api/contents/00_preflight.ipynb?content=0&token=t") as answer:
             assert json.load(answer)["type"] == "notebook"
     finally:
         lab.send_signal(signal.SIGTERM)
