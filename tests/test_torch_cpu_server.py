@@ -18,6 +18,7 @@ from scipy import stats
 
 from sparkmoe.nano.model import load_checkpoint
 from sparkmoe.nano.random_checkpoint import make
+from sparkmoe.sample import RequestFailed
 from sparkmoe.sglang_plugin import hooks
 
 ENV = os.environ | {
@@ -92,6 +93,15 @@ def test_radix_cache_serves_the_same_answer(plain):
     assert fresh["meta_info"]["cached_tokens"] == 0
     assert again["output_ids"] == first["output_ids"]
     assert longer["output_ids"] == fresh["output_ids"]
+
+
+@pytest.mark.server
+@pytest.mark.parametrize("wrong", [[5, 10**6, 7], [5, -1]])
+def test_an_id_beyond_the_vocabulary_is_that_requests_error_alone(plain, wrong):
+    client = plain().client()
+    with pytest.raises(RequestFailed, match=r"the prompt has token id (1000000|-1); the vocabulary's are 0…511"):
+        client.generate(wrong, max_new_tokens=2)
+    assert client.generate([5, 6, 7], max_new_tokens=2, ignore_eos=True).completion_tokens == 2
 
 
 @pytest.mark.server
