@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from sparkmoe import recorded
 from sparkmoe.engagement import PROBE_PROMPTS, accept_length, read_evidence, require
 from sparkmoe.engine import Engine
 from sparkmoe.hot_vocab import choose, count, save
@@ -104,3 +105,9 @@ def test_a_draft_changes_no_greedy_token(
     )
     require(recipe, evidence, samples)
     assert all(same)
+
+
+def test_the_recorded_matrix_is_whole() -> None:
+    cells = recorded.load("matrix-cpu").findings["cells"]
+    assert len(cells) == len(ALL) == len({(c["head"], c["draft_steps"], c["hot_vocabulary"]) for c in cells})
+    assert all(cell["equal_answers"] == cell["answers"] for cell in cells)
