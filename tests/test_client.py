@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import statistics
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -344,10 +345,11 @@ def test_a_real_server_over_both_endpoints(serve: Any, recipe: str) -> None:
         assert direct.accept_histogram == chat.accept_histogram
         assert direct.spec_verify_ct == chat.spec_verify_ct == sum(direct.accept_histogram or ())
         assert direct.accept_length == pytest.approx(48 / (direct.spec_verify_ct or 1))
-        assert len(direct.chunk_tokens) == (direct.spec_verify_ct or 0) + 1  # the first token comes from the prompt
+        steps = (direct.spec_verify_ct or 0) + 1  # the first token comes from the prompt
+        assert 0.7 * steps < len(direct.chunk_tokens) <= steps  # a busy server sends two steps as one chunk
     else:
         assert (direct.accept_histogram, chat.accept_histogram) == (None, None)
-        assert direct.chunk_tokens == (1,) * 48
+        assert statistics.median(direct.chunk_tokens) == 1  # a busy server sends two tokens as one chunk
 
 
 @pytest.mark.server
