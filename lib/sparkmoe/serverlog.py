@@ -110,14 +110,14 @@ _CAUSES: tuple[tuple[re.Pattern[str], str], ...] = tuple(
 
 
 _CHILD_RAISED = " hit an exception: Traceback"
-_OWN_END = re.compile(r"^sparkmoe: server ended|kill_process_tree called")
+_OWN_END = "sparkmoe: server ended"
 
 
 def likely_cause(lines: Iterable[str]) -> str | None:
     """The most telling known reason in a log's last lines, as one clause; None if nothing known is there."""
     text = list(lines)
     if any(_CHILD_RAISED in line for line in text):  # then the server kills itself, and its exit code tells nothing
-        text = [line for line in text if not _OWN_END.search(line)]
+        text = [line for line in text if _OWN_END not in line]
     for pattern, meaning in _CAUSES:
         for line in reversed(text):
             if found := pattern.search(re.sub(r"^\[[^\]]*\d\d:\d\d:\d\d[^\]]*\] ", "", line.strip())):

@@ -2,8 +2,8 @@
 
 The absorbed form: queries are mapped into the latent space once, and every head reads the same latent vector per
 token from the cache, as a key (latent and rotary part) and as a value (latent part). Which slots belong to which
-request is read once per forward pass (`Rows`), not once per layer. A few queries are a plain product, a softmax and a
-product, three small operators, where the fused attention of PyTorch costs more; a prompt is what that is made for.
+request is read once per forward pass (`Rows`), not once per layer, and a request is a plain product, a softmax and a
+product: for one query that is three small operators, where the fused attention of PyTorch costs more.
 """
 
 from __future__ import annotations
@@ -12,11 +12,9 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
-import torch.nn.functional as F
 from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 from torch import Tensor
 
-_FUSED = 64  # from so many queries on
 _QUERY_BLOCK = 128  # bounds the score matrix of a long prompt: block · heads · length floats
 
 
@@ -69,21 +67,10 @@ def latent_attention(query: Tensor, cache: Tensor, rows: list[Rows], latent: int
     out = query.new_empty(*query.shape[:2], latent)
     for row in rows:
         keys = (cache.index_select(0, row.slots) if row.run is None else cache[row.run]).to(query.dtype)
-        if row.prefix == 0 and row.stop - row.start >= _FUSED:
-            mine = slice(row.start, row.stop)
-            out[mine] = _fused(query[mine], keys, latent)
-            continue
         for start in range(row.start, row.stop, _QUERY_BLOCK):
             stop = min(start + _QUERY_BLOCK, row.stop)
             _attend(query[start:stop], keys[: row.prefix + stop - row.start], out[start:stop])
     return out
-
-
-def _fused(query: Tensor, keys: Tensor, latent: int) -> Tensor:
-    """A whole prompt, of which only past keys are read; the same keys serve all heads. [N, H, C + R] → [N, H, C]."""
-    shared = keys.expand(1, query.shape[1], *keys.shape)
-    seen = F.scaled_dot_product_attention(query.transpose(0, 1).unsqueeze(0), shared, shared, is_causal=True, scale=1.0)
-    return seen[0, :, :, :latent].transpose(0, 1)
 
 
 def _attend(query: Tensor, keys: Tensor, out: Tensor) -> None:
