@@ -164,8 +164,11 @@ class Machine:
         self.length = [0, 0]
 
     @torch.inference_mode()
-    def run(self, tokens: list[list[int]], *, requests=(0,), decode=False, verify=0) -> torch.Tensor:
-        """Feed tokens per request; returns log-probabilities [N, V]. A verified batch moves nothing until `commit`."""
+    def run(self, tokens: list[list[int]], *, requests=(0,), decode=False, verify=0, ends=False) -> torch.Tensor:
+        """Feed tokens per request; returns log-probabilities [N, V]. A verified batch moves nothing until `commit`.
+
+        `ends`: only the last token of each request will be read.
+        """
         rows, positions, start = [], [], 0
         for r, ids in zip(requests, tokens, strict=True):
             done = self.length[r]
@@ -177,6 +180,7 @@ class Machine:
         p = Pass(
             rows, torch.tensor(positions), torch.cat([r.slots[-(r.stop - r.start) :] for r in rows]), self.kv_pool,
             self.state_pool, [r + 1 for r in requests], decode=decode, verify=verify,
+            ends=torch.tensor([r.stop - 1 for r in rows]) if ends else None,
         )  # fmt: skip
         x = self.ling.model.word_embeddings(torch.tensor([t for ids in tokens for t in ids])).clone()
         return self.ling.lm_head(self.ling.model.norm(self.network(x, p))).log_softmax(-1)
@@ -211,6 +215,20 @@ def tokens(n: int, seed: int = 0) -> list[int]:
 @torch.inference_mode()
 def expected(ling: Ling, ids: list[int]) -> torch.Tensor:
     return ling(torch.tensor([ids]))[0].log_softmax(-1)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_a_prompt_of_which_only_the_last_token_is_read(lings, name):
+    ling, first, second = lings(name), tokens(45), tokens(9, seed=1)
+    machine = Machine(ling)
+    machine.run([first[:20]], ends=True)
+    got = machine.run([first[20:41], second[:8]], requests=(0, 1), ends=True)  # one has a prefix in the cache
+    want = torch.stack([expected(ling, first)[40], expected(ling, second)[7]])
+    torch.testing.assert_close(got[[20, 28]], want, atol=1e-3, rtol=0)
+    others = [i for i in range(29) if i not in (20, 28)]
+    assert got[others].isnan().all()  # whoever read them would notice
+    got = torch.cat([machine.run([[t]], decode=True) for t in first[41:]])  # keys and states of all tokens are there
+    torch.testing.assert_close(got, expected(ling, first)[41:], atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

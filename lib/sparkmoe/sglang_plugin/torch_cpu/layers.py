@@ -35,7 +35,8 @@ from sparkmoe.sglang_plugin.torch_cpu.ops import (
 class Pass:
     """One forward pass: which rows belong to which request and where their state lives.
 
-    `verify` is the number of drafted tokens per request, or 0; `decode` says that every request has one token.
+    `verify` is the number of drafted tokens per request, or 0; `decode` says that every request has one token. `ends`
+    are the rows of the requests' last tokens where nothing else of the result will be read: a prompt's next token.
     `state_slots` are the rows of the recurrent-state pool, one per request; `drafted` collects what `replay` needs,
     one entry per KDA layer.
     """
@@ -50,6 +51,13 @@ class Pass:
     verify: int = 0
     drafted: list[Drafted] = field(default_factory=list)
     angles: Tensor | None = None
+    ends: Tensor | None = None
+
+    def of_ends(self) -> Pass:
+        """The pass of the last tokens alone, once all others' keys are in the cache."""
+        rows = [Rows(i, i + 1, row.slots, row.run) for i, row in enumerate(self.rows)]
+        angles = None if self.angles is None else self.angles[self.ends]
+        return Pass(rows, self.positions[self.ends], self.out_slots[self.ends], self.kv_pool, angles=angles)
 
 
 @dataclass(frozen=True)
@@ -193,6 +201,19 @@ class MlaLayer:
             self._pool, self._cache = pool, pool.get_key_buffer(self.layer_id).squeeze(1)
         return self._cache
 
+    def _store(self, latent: Tensor, key_rope: Tensor, p: Pass) -> Tensor:
+        """Latents [N, C], normed, and rotated keys [N, R] into the cache, which is returned."""
+        cache = self.cache(p.kv_pool)
+        return cache.index_copy_(0, p.out_slots, torch.cat([latent, key_rope], -1).to(cache.dtype))
+
+    def remember(self, x: Tensor, p: Pass) -> None:
+        """The part of `__call__` that later tokens need: what the cache holds of each token."""
+        weight = self.weight.narrow(0, self.order[0], self.latent + self.rope)
+        latent, key_rope = F.linear(x, weight).split_with_sizes([self.latent, self.rope], -1)
+        if p.angles is not None:
+            key_rope = rotate(key_rope.unsqueeze(1), p.angles).squeeze(1)
+        self._store(rms_norm(latent, self.norm_weight, self.norm_eps), key_rope, p)
+
     def __call__(self, x: Tensor, p: Pass) -> Tensor:
         query, latent, key_rope, *gate = F.linear(x, self.weight).split_with_sizes(self.order, -1)
         if self.up_weight is not None:
@@ -204,8 +225,7 @@ class MlaLayer:
             both = rotate(both, p.angles)
             query = torch.cat([query[:, :, : self.latent], both[:, :-1]], -1)
             key_rope = both[:, -1]
-        cache = self.cache(p.kv_pool)
-        cache.index_copy_(0, p.out_slots, torch.cat([latent, key_rope], -1).to(cache.dtype))
+        cache = self._store(latent, key_rope, p)
         seen = latent_attention(query, cache, p.rows, self.latent)
         out = torch.bmm(seen.transpose(0, 1), self.value_weight).transpose(0, 1)  # [N, H, v]
         if gate:
@@ -273,6 +293,20 @@ class Block:
     def __call__(self, x: Tensor, p: Pass) -> Tensor:
         x = x.add_(self.mixer(rms_norm(x, *self.norms[0]), p))
         return x.add_(self.mlp(rms_norm(x, *self.norms[1])))
+
+    def last(self, x: Tensor, p: Pass) -> Tensor:
+        """A model's last layer where only `p.ends` will be read: no query and no expert for the other tokens.
+
+        Their rows of the result are NaN, so that a reader whom nobody thought of is found out. (Ling-3.0 closes every
+        group of layers with MLA; KDA would need all queries for its state, and leaves little to save.)
+        """
+        if not isinstance(self.mixer, MlaLayer):
+            return self(x, p)
+        normed = rms_norm(x, *self.norms[0])
+        self.mixer.remember(normed, p)
+        ends = self.mixer(normed[p.ends], p.of_ends()).add_(x[p.ends])
+        ends.add_(self.mlp(rms_norm(ends, *self.norms[1])))
+        return torch.full_like(x, float("nan")).index_copy_(0, p.ends, ends)
 
 
 def rotary_of(blocks: list[Block]) -> Tensor | None:

@@ -63,8 +63,10 @@ class Network:
         torch.set_num_threads(threads(len(x)))
         if self.table is not None:
             p.angles = self.table[p.positions].unsqueeze(1)
-        for block in self.blocks:
+        *inner, last = self.blocks
+        for block in inner:
             x = block(x, p)
+        x = last(x, p) if p.ends is None else last.last(x, p)
         self.verified = p if p.verify else None
         return x
 
@@ -121,11 +123,19 @@ def describe(forward_batch: Any) -> Pass:
     described = Pass(
         rows, positions, forward_batch.out_cache_loc, backend.token_to_kv_pool, decode=decode, verify=verify
     )
+    if mode.is_extend() and not verify and not _reads_all(forward_batch):
+        described.ends = torch.tensor([row.stop - 1 for row in rows])
     linear = getattr(backend, "linear_attn_backend", None)
     if linear is not None:
         described.state_pool = linear.req_to_token_pool
         described.state_slots = linear.forward_metadata.mamba_cache_indices.tolist()
     return described
+
+
+def _reads_all(forward_batch: Any) -> bool:
+    """Whether more than the last hidden state of a prompt is read: by a draft, for log-probabilities, to score it."""
+    full = forward_batch.capture_hidden_mode.is_full()
+    return full or forward_batch.return_logprob or forward_batch.is_prefill_only
 
 
 def forward_target(

@@ -57,8 +57,10 @@ SCOPES = (
     Scope(_HERE + "model.rms_norm", "norms"),
     Scope(_HERE + "model.Network.__call__", "mla"),  # its own operators look up the rotary angles
     Scope(_HERE + "layers.Block.__call__", "norms"),
+    Scope(_HERE + "layers.Block.last", "norms"),
     Scope(_HERE + "layers.KdaLayer.__call__", "kda"),
     Scope(_HERE + "layers.MlaLayer.__call__", "mla"),
+    Scope(_HERE + "layers.MlaLayer.remember", "mla"),
     Scope(_HERE + "layers.Mlp.__call__", "dense"),
     Scope(_HERE + "layers.SparseMlp.__call__", "shared"),  # the router's product is joined to the shared expert's
     Scope(_HERE + "moe.Router.__call__", "router"),
