@@ -21,7 +21,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import psutil
@@ -79,7 +79,8 @@ def server(
                 time.sleep(0.2)
         yield url, time.monotonic() - begun, process.pid
     finally:
-        os.killpg(process.pid, signal.SIGKILL)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
 
 
@@ -172,7 +173,7 @@ def main() -> None:
         platforms: dict[str, dict[str, str]] = {"torch_cpu": {}}
         if args.prototype:
             (folder / "site").mkdir()
-            platforms["prototype"] = install(args.prototype, folder / "site")
+            platforms["prototype"] = install(args.prototype.resolve(), folder / "site")
         for boot in range(args.boots):
             medians, samples = one_boot(platforms, model, args.repeats, folder)
             run.write_json(f"samples-{boot}.json", samples)
