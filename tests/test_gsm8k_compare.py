@@ -10,8 +10,8 @@ import pytest
 from sparkmoe.errors import DataError
 from sparkmoe.gsm8k_compare import PUBLISHED, compare, flips_html, totals
 from sparkmoe.gsm8k_run import Record
+from sparkmoe.paired import PairedTable, difference, mcnemar_p, non_inferiority
 from sparkmoe.sample import Sample, accept_length, accepted
-from sparkmoe.stats import PairedTable, difference, mcnemar_p, non_inferiority
 
 
 def record(index: int, status: Any = "right", tokens: int = 100, tpot_ms: float = 20.0, **fields: Any) -> Record:

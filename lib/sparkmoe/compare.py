@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from sparkmoe import stats
+from sparkmoe import paired, stats
 from sparkmoe.errors import DataError
 from sparkmoe.results import Record, Run, arms, by_boot, flat, jsonable
 
@@ -152,14 +152,14 @@ def _graded(records: list[Record], arm: str) -> dict[Any, bool]:
 
 
 def _accuracy(shared: list[Any], a: dict[Any, bool], b: dict[Any, bool]) -> dict[str, Any]:
-    table = stats.PairedTable.of([a[p] for p in shared], [b[p] for p in shared])
+    table = paired.PairedTable.of([a[p] for p in shared], [b[p] for p in shared])
     return {
         "n": table.n,
         "a": (table.both + table.only_base) / table.n,
         "b": (table.both + table.only_new) / table.n,
         "table": jsonable(table),
-        "mcnemar_p": stats.mcnemar_p(table),
-        "difference": stats.difference(table).as_dict(),
+        "mcnemar_p": paired.mcnemar_p(table),
+        "difference": paired.difference(table).as_dict(),
     }
 
 

@@ -29,7 +29,7 @@ from typing import Any, Literal
 import numpy as np
 
 from sparkmoe import baseline as baselines
-from sparkmoe import stats
+from sparkmoe import paired, stats
 from sparkmoe.chapters import Chapter, chapters
 from sparkmoe.errors import DataError, StoreError
 from sparkmoe.results import Run, write_atomic
@@ -269,7 +269,7 @@ class _Judge:
                 )
         shared = [problem for problem in theirs["correct"] if problem in mine["correct"]]
         if shared:
-            table = stats.PairedTable.of([theirs["correct"][p] for p in shared], [mine["correct"][p] for p in shared])
+            table = paired.PairedTable.of([theirs["correct"][p] for p in shared], [mine["correct"][p] for p in shared])
             yield self._accuracy(notebook, label, table)
 
     def _row(
@@ -294,8 +294,8 @@ class _Judge:
             return Row(*row, "look", shown, expected, "not told apart from no change")
         return Row(*row, "fail", shown, expected)
 
-    def _accuracy(self, notebook: str, what: str, table: stats.PairedTable) -> Row:
-        change, most = stats.difference(table), self.limits.get("accuracy", Limit()).most()
+    def _accuracy(self, notebook: str, what: str, table: paired.PairedTable) -> Row:
+        change, most = paired.difference(table), self.limits.get("accuracy", Limit()).most()
         right = table.both + table.only_new, table.both + table.only_base
         found = f"{right[0]} of {table.n}, {change.text(2, 100)} points"
         expected = f"{right[1]} of {table.n}, at most {100 * most:.1f} points fewer"

@@ -23,11 +23,7 @@ from scipy.stats import bootstrap
 
 from sparkmoe.errors import DataError
 from sparkmoe.gsm8k_run import Record
-from sparkmoe.sample import accept_length
-from sparkmoe.stats import (
-    RESAMPLES,
-    Floats,
-    Interval,
+from sparkmoe.paired import (
     LengthChange,
     NonInferiority,
     PairedTable,
@@ -36,6 +32,8 @@ from sparkmoe.stats import (
     mcnemar_p,
     non_inferiority,
 )
+from sparkmoe.sample import accept_length
+from sparkmoe.stats import RESAMPLES, Floats, Interval
 
 MARGIN = 0.01
 _NOTE = "one boot an arm: the interval covers questions only; boots may differ by more"

@@ -24,9 +24,9 @@ from sparkmoe.errors import DataError
 from sparkmoe.gsm8k_compare import Comparison
 from sparkmoe.machine import Machine
 from sparkmoe.notebooks_run import RUN_ENV
+from sparkmoe.paired import PairedTable, difference, non_inferiority
 from sparkmoe.recipe import RECIPES, Recipe
 from sparkmoe.results import Run, jsonable, write_atomic
-from sparkmoe.stats import PairedTable, difference, non_inferiority
 
 RUNGS = ("baseline", "humming", "humming_fp8", "all_three")
 NAME = "report.html"

@@ -17,7 +17,7 @@ from typing import Any
 from arms import Arm, Shape, accept_lengths
 from stay import Clock
 
-from sparkmoe import profiling, recorded, roofline, stats, trace
+from sparkmoe import paired, profiling, recorded, roofline, trace
 from sparkmoe.bench import AGREE, MAX_WARMUPS
 from sparkmoe.client import Client
 from sparkmoe.conditions import clocks
@@ -215,8 +215,8 @@ class Bench:
             mark = evaluate.accuracy(client, split, count, self.shape.parallel)
             right = round(mark["accuracy"] * count)
             if cpu[split]["accuracy"] == 1.0:
-                lost = stats.PairedTable(right, count - right, 0, 0)
-                mark["minus_cpu"] = stats.difference(lost).as_dict()
+                lost = paired.PairedTable(right, count - right, 0, 0)
+                mark["minus_cpu"] = paired.difference(lost).as_dict()
             found[split] = mark
         asked = problems.split("instances", min(100, self.shape.problems), seed=2)
         prompts = [client.render([{"role": "user", "content": p.question}], thinking=True) for p in asked]
