@@ -18,10 +18,10 @@ import pytest
 import standin
 from fake_server import Behaviour
 from sparkmoe import judge
-from sparkmoe.bench import Progress, bench, levels, show, spoiled_by
+from sparkmoe.bench import Progress, bench, levels, show
 from sparkmoe.client import Sample
 from sparkmoe.errors import DataError, EngineError, MachineError, NotEngaged, RecipeError, StoreError
-from sparkmoe.judge import LogTail, machine_alarms, reasons_spoiled
+from sparkmoe.judge import LogTail, machine_alarms, reasons_spoiled, spoiled_by
 from sparkmoe.recipe import Recipe
 from sparkmoe.results import Run, by_boot
 from sparkmoe.workload import Prompt

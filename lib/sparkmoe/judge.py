@@ -15,7 +15,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import pandas as pd
 import psutil
 
 from sparkmoe.client import Sample
@@ -68,31 +67,6 @@ def machine_alarms(machine: Machine, swapped_in_before: int = 0) -> list[str]:
         if now and top and now < 0.5 * top:
             alarms.append(f"clock: GPU {index} at {now} of {top} MHz")
     return alarms
-
-
-def levels(records: Iterable[Mapping[str, Any]]) -> pd.DataFrame:
-    """One row per arm and concurrency: throughput in tok/s (a wave's tokens by its time), TTFT and TPOT percentiles.
-
-    `samples` counts the good ones, `spoiled` those left out. A wave with a spoiled sample gives no throughput.
-    """
-    groups: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
-    for record in records:
-        groups.setdefault((record["arm"], record["concurrency"]), []).append(record)
-    rows = []
-    for (arm, level), found in groups.items():
-        good = [r for r in found if not r["spoiled"]]
-        waves: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
-        for r in good:
-            waves.setdefault((r["booted"], r["wave"]), []).append(r)
-        whole = [w for w in waves.values() if len(w) == level]
-        rates = [sum(r["sample"]["completion_tokens"] for r in w) / max(r["wave_s"] for r in w) for w in whole]
-        row: dict[str, Any] = {"arm": arm, "concurrency": level, "samples": len(good)}
-        row |= {"spoiled": len(found) - len(good), "tok_s": statistics.median(rates) if rates else None}
-        for metric in ("ttft_ms", "tpot_ms"):
-            values = pd.Series([r["sample"][metric] for r in good], dtype=float)
-            row |= {f"{metric}_p{p}": values.quantile(p / 100) for p in (50, 90, 99)}
-        rows.append(row)
-    return pd.DataFrame(rows).sort_values(["arm", "concurrency"], ignore_index=True) if rows else pd.DataFrame()
 
 
 def spoiled_by(records: Iterable[Mapping[str, Any]]) -> Counter[str]:

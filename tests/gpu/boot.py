@@ -18,7 +18,7 @@ from arms import Arm, Shape, accept_lengths
 from stay import Clock
 
 from sparkmoe import paired, profiling, recorded, roofline, trace
-from sparkmoe.bench import AGREE, MAX_WARMUPS
+from sparkmoe.boot import AGREE, MAX_WARMUPS
 from sparkmoe.client import Client
 from sparkmoe.conditions import clocks
 from sparkmoe.engagement import probe, read_evidence, rows, verify
