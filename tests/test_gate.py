@@ -13,7 +13,8 @@ import synthetic_run
 from sparkmoe import baseline
 from sparkmoe.cli import main
 from sparkmoe.errors import DataError, StoreError
-from sparkmoe.gate import Outcome, Row, gate, thresholds
+from sparkmoe.gate import gate, thresholds
+from sparkmoe.outcome import Outcome, Row
 from sparkmoe.results import Run
 
 
