@@ -167,6 +167,7 @@ def test_a_full_disk_is_said_before_the_first_byte(hub: Hub, tmp_path: Path, mon
 
 def test_what_is_there_already_needs_no_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     files = [File("a", 3, "", None), File("b", 5, "", None)]
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 40))
     assert check_space(tmp_path, files) == 8
     (tmp_path / "a").write_text("aaa")
     partial = tmp_path / ".cache/huggingface/download"
