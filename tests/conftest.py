@@ -57,8 +57,8 @@ def miniature(sparkmoe_home: Path) -> Path:
 def serve(miniature: Path) -> Iterator[Serve]:
     """`serve("nextn", model=…, head="bf16", …)`: a running Engine on the CPU; `model` defaults to the miniature.
 
-    Further keywords change the recipe (`Recipe.with_`). Nobody may stop the engine. Its log is kept with the session's
-    temporary files.
+    Further keywords change the recipe (`Recipe.with_`). Nobody may stop the engine. Where a test failed, its log is
+    kept with the session's temporary files.
     """
     engines: dict[tuple[str, Path], Engine] = {}
 

@@ -55,6 +55,19 @@ def test_chunked_is_the_recurrence(length, lowest):
     torch.testing.assert_close(state.double(), states[-1], atol=2e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("flips", [False, True])
+def test_chunked_with_keys_that_repeat(flips):
+    """The triangular system is furthest from the identity where a chunk writes to one key again and again."""
+    q, k, v, g, beta, state = problem(3, 64, 16, 0.0)
+    signs = torch.where(rand(3, 64, 1, seed=5) < 0, -1.0, 1.0) if flips else 1.0
+    args = (q, k[:, :1] * signs * torch.ones_like(k), v, g, torch.full_like(beta, 0.999), state)
+    want, states = delta_rule(*args)
+    for bounded in (True, False):
+        out, after = kda.chunked(*time_first(args), bounded)
+        torch.testing.assert_close(out.transpose(0, 1).double(), want, atol=2e-5, rtol=1e-4)
+        torch.testing.assert_close(after.double(), states[-1], atol=2e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("lowest", [-1.0, -30.0, -2000.0])
 def test_chunked_with_an_unbounded_gate(lowest):
     args = problem(2, 70, 16, lowest)

@@ -329,3 +329,41 @@ def test_a_busy_process_makes_one_core_fewer_idle(monkeypatch):
     assert 0 < before < 10_000  # this process at least is running
     monkeypatch.setattr(cpu.os, "sched_getaffinity", lambda _: range(1))
     assert cpu.idle_cores() == 0
+
+
+def batch(mode: str, capture: str, **changes: object) -> Stub:
+    """What `describe` reads of SGLang's batch: two requests, of three tokens and of one."""
+    from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardMode
+
+    fields = {
+        "forward_mode": ForwardMode[mode], "capture_hidden_mode": CaptureHiddenMode[capture], "batch_size": 2,
+        "positions": torch.tensor([0, 1, 2, 4]), "req_pool_indices": torch.tensor([1, 0]),
+        "extend_seq_lens": torch.tensor([3, 1]), "out_cache_loc": torch.arange(4), "token_to_kv_pool": None,
+        "return_logprob": False, "is_prefill_only": False, "spec_info": Stub(draft_token_num=2),
+    }  # fmt: skip
+    return Stub(**(fields | changes))
+
+
+@pytest.mark.parametrize(
+    ("mode", "capture", "changes", "trimmed"),
+    [
+        ("EXTEND", "NULL", {}, True),
+        ("MIXED", "NULL", {}, True),
+        ("EXTEND", "LAST", {}, True),  # a draft reads its prompt
+        ("EXTEND", "FULL", {}, False),  # the target's states for a draft, or a client's `return_hidden_states`
+        ("EXTEND", "NULL", {"return_logprob": True}, False),
+        ("EXTEND", "NULL", {"is_prefill_only": True}, False),
+        ("DRAFT_EXTEND_V2", "FULL", {}, False),
+        ("DRAFT_EXTEND_V2", "LAST", {}, False),  # reads the last accepted token, which need not be the last
+        ("TARGET_VERIFY", "FULL", {"positions": torch.tensor([0, 1, 4, 5])}, False),
+        ("DECODE", "NULL", {"positions": torch.tensor([3, 4])}, False),
+    ],
+)
+def test_only_a_prompt_whose_other_rows_nobody_reads_is_cut_short(monkeypatch, mode, capture, changes, trimmed):
+    from sglang.srt.model_executor import forward_context
+
+    table = Stub(req_to_token=torch.arange(20).view(2, 10))
+    backend = Stub(req_to_token_pool=table, token_to_kv_pool=None)
+    monkeypatch.setattr(forward_context, "get_attn_backend", lambda: backend)
+    ends = cpu.describe(batch(mode, capture, **changes)).ends
+    assert ends is None if not trimmed else ends.tolist() == [2, 3]

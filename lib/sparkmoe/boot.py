@@ -37,7 +37,7 @@ _FATAL = ("refused", "died", "stalled")  # nothing more can be measured on this 
 
 
 class Server(Protocol):
-    """What `bench` needs of an engine that has been started."""
+    """What a boot needs of an engine that has been started."""
 
     @property
     def url(self) -> str: ...

@@ -297,8 +297,8 @@ class Block:
     def last(self, x: Tensor, p: Pass) -> Tensor:
         """A model's last layer where only `p.ends` will be read: no query and no expert for the other tokens.
 
-        Their rows of the result are NaN, so that a reader whom nobody thought of is found out. (Ling-3.0 closes every
-        group of layers with MLA; KDA would need all queries for its state, and leaves little to save.)
+        Their rows of the result are NaN, so that a reader whom nobody thought of is found out. Only MLA is cut short:
+        Ling-3.0 closes every group of layers with it.
         """
         if not isinstance(self.mixer, MlaLayer):
             return self(x, p)

@@ -133,7 +133,8 @@ def describe(forward_batch: Any) -> Pass:
 
 
 def _reads_all(forward_batch: Any) -> bool:
-    """Whether more than the last hidden state of a prompt is read: by a draft, for log-probabilities, to score it."""
+    """Whether more than the last hidden state of a prompt is read: by a draft or a client (both make the capture full),
+    for log-probabilities, to score it."""
     full = forward_batch.capture_hidden_mode.is_full()
     return full or forward_batch.return_logprob or forward_batch.is_prefill_only
 
