@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import sys
 import types
 
 import pytest
 
 from sparkmoe import sglang_plugin
+from sparkmoe.machine import Machine
+from sparkmoe.recipe import Recipe
 from sparkmoe.sglang_plugin import hooks, torch_cpu
 from sparkmoe.sglang_plugin.hooks import Hook, Kind, State
 
@@ -177,6 +181,28 @@ def test_platform_stands_aside_for_a_gpu(monkeypatch):
     assert type(platforms._resolve_platform()).__name__ == "CudaSRTPlatform"
     monkeypatch.setenv("SGLANG_PLATFORM", "torch_cpu")  # asked for by name: also on a GPU machine
     assert torch_cpu.activate() == torch_cpu.PLATFORM
+
+
+def test_a_server_of_this_platform_imports_what_it_needs():
+    """Ling's two classes are found without SGLang's other models, those are found all the same, FlashInfer is left
+    out; a process that merely found no accelerator keeps it."""
+    env = Recipe("baseline").command(Machine.named("cpu"), model="/models/ling", port=1).env
+    look = (
+        "import importlib.util, sys; from sglang.srt.models.registry import ModelRegistry as known\n"
+        "print(known.resolve_model_cls(['BailingMoeV3ForCausalLM'])[0].__module__)\n"
+        "print(known.is_arch_supported('BailingMoeForCausalLMNextN'), 'sglang.srt.models.qwen3_moe' in sys.modules)\n"
+        "print(importlib.util.find_spec('flashinfer'))\n"
+        "print(known.resolve_model_cls(['Qwen3MoeForCausalLM'])[0].__module__)\n"
+    )
+    merely = "import importlib.util, sglang; print(importlib.util.find_spec('flashinfer') is not None)"
+
+    def said(script: str, given: dict[str, str]) -> list[str]:
+        argv, environ = [sys.executable, "-c", script], {k: v for k, v in os.environ.items() if k != "SGLANG_PLATFORM"}
+        return subprocess.run(argv, env=environ | given, capture_output=True, text=True, check=True).stdout.split("\n")
+
+    models = "sglang.srt.models."
+    assert said(look, env)[:4] == [models + "bailing_moe_v3", "True False", "None", models + "qwen3_moe"]
+    assert said(merely, {})[0] == "True"
 
 
 def test_platform_without_accelerator(monkeypatch):

@@ -251,6 +251,7 @@ class Recipe:
             argv += ["--device", "cpu", "--dtype", "float32", "--disable-overlap-schedule", "--sleep-on-idle"]
             env |= {"SGLANG_PLATFORM": "torch_cpu", "OMP_NUM_THREADS": "1", "TORCH_COMPILE_DISABLE": "1"}
             env |= {"SGLANG_MAMBA_CONV_DTYPE": "float32", **_CPU_MEMORY, "GOMP_SPINCOUNT": "5000"}
+            env["SGLANG_EXTERNAL_MODEL_PACKAGE"] = "sparkmoe.sglang_plugin.torch_cpu.models"
             fraction, tokens = fraction or 0.3, tokens or 8192
             argv += ["--mamba-radix-cache-strategy", "no_buffer"] if self.radix_cache else ["--disable-radix-cache"]
         else:

@@ -5,6 +5,7 @@ SGLang asks these questions before it builds anything. Everything not overridden
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +18,11 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 # jsonschema compiles a grammar for internationalized addresses when it is imported: 2.7 s of a start, in each process
 # of a server, for a format that nobody asks for. Without that package it leaves the format unchecked.
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
+# In a server of this platform FlashInfer is as good as not installed, which SGLang allows for: its kernels need a GPU,
+# and importing them takes another 2.5 s. (Asked for by name only: a process that picked this platform because it found
+# no accelerator may still want to build kernels.)
+if os.environ.get("SGLANG_PLATFORM") == "torch_cpu":
+    sys.modules.setdefault("flashinfer", None)  # type: ignore[arg-type]
 
 REQUESTS = 8
 STATES_PER_REQUEST = 8
