@@ -18,7 +18,7 @@ from torch import Tensor
 
 from sparkmoe.sglang_plugin.torch_cpu import kda
 from sparkmoe.sglang_plugin.torch_cpu.attention import Rows, latent_attention
-from sparkmoe.sglang_plugin.torch_cpu.moe import Experts, Router
+from sparkmoe.sglang_plugin.torch_cpu.moe import Mlp, SparseMlp
 from sparkmoe.sglang_plugin.torch_cpu.ops import (
     l2_normalize,
     rms_norm,
@@ -27,7 +27,6 @@ from sparkmoe.sglang_plugin.torch_cpu.ops import (
     rotate,
     short_conv,
     short_conv_prompt,
-    swiglu,
 )
 
 
@@ -232,54 +231,6 @@ class MlaLayer:
             weight = gate[0].float().sigmoid_().to(x.dtype)
             out = out * (weight.unsqueeze(-1) if self.kind == "head_wise" else weight.view(out.shape))
         return F.linear(out.reshape(x.shape[0], -1), self.out_weight)
-
-
-class Mlp:
-    """Dense or shared SwiGLU feed-forward. [N, D] → [N, D]."""
-
-    def __init__(self, module: Any) -> None:
-        self.up, self.down = module.gate_up_proj.weight.data, module.down_proj.weight.data
-        self.limit: float | None = module.swiglu_limit
-
-    def __call__(self, x: Tensor) -> Tensor:
-        return self.second(F.linear(x, self.up))
-
-    def second(self, gate_up: Tensor) -> Tensor:
-        """From the first projection on: [N, 2 I] → [N, D]."""
-        return F.linear(swiglu(gate_up, self.limit), self.down)
-
-
-class SparseMlp:
-    """Routed experts and the shared one. [N, D] → [N, D]."""
-
-    def __init__(self, module: Any) -> None:
-        if module.multi_gate or module.num_fused_shared_experts:
-            raise NotImplementedError("torch_cpu: one router per modality, fused shared experts")
-        self.router = Router(
-            bias=None if module.gate.expert_bias is None else module.gate.expert_bias.data,
-            top_k=module.top_k,
-            groups=(module.num_expert_group or 1, module.topk_group or 1),
-            normalize=module.norm_expert_prob,
-            scale=1.0 if module.routed_scaling_factor is None else float(module.routed_scaling_factor),
-        )
-        for weight in (module.experts.w13_weight, module.experts.w2_weight):
-            weight.data = Experts.transposed(weight.data)
-        experts = module.experts
-        self.experts = Experts(experts.w13_weight.data, experts.w2_weight.data, module.expert_swiglu_limit)
-        self.gate = module.gate.weight.data
-        self.shared = Mlp(module.shared_experts) if module.shared_experts is not None else None
-        self.joined: Tensor | None = None  # router and the shared expert's first projection, which read the same input
-        if self.shared is not None and self.shared.up.dtype == self.gate.dtype:
-            self.joined = torch.cat([self.gate, self.shared.up])
-
-    def __call__(self, x: Tensor) -> Tensor:
-        if self.shared is not None and self.joined is not None:
-            both, count = F.linear(x, self.joined), self.gate.shape[0]
-            logits = both.narrow(1, 0, count).float()
-            shared = self.shared.second(both.narrow(1, count, both.shape[1] - count))
-            return self.experts(x, *self.router(logits)).add_(shared)
-        out = self.experts(x, *self.router(F.linear(x.to(self.gate.dtype), self.gate).float()))
-        return out if self.shared is None else out.add_(self.shared(x))
 
 
 class Block:

@@ -1,4 +1,4 @@
-"""Router and experts on the CPU.
+"""The feed-forward half of a layer on the CPU: router, experts, dense and shared parts.
 
 SGLang's own CPU path forgets two things that Ling-3.0 needs: the factor on the routed experts' sum (2.5) and the
 limit inside their SwiGLU. Both are applied here. How the experts are computed depends on how many tokens there are:
@@ -14,7 +14,10 @@ of sixteen experts cost more than one token that goes to four.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from sparkmoe.sglang_plugin.torch_cpu.ops import constant, swiglu
@@ -122,3 +125,51 @@ class Experts:
         for expert, span in spans:
             torch.mm(hidden[span], self.each[expert][1].t(), out=rows[span])
         return torch.zeros_like(x).index_add_(0, token, rows)
+
+
+class Mlp:
+    """Dense or shared SwiGLU feed-forward. [N, D] → [N, D]."""
+
+    def __init__(self, module: Any) -> None:
+        self.up, self.down = module.gate_up_proj.weight.data, module.down_proj.weight.data
+        self.limit: float | None = module.swiglu_limit
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.second(F.linear(x, self.up))
+
+    def second(self, gate_up: Tensor) -> Tensor:
+        """From the first projection on: [N, 2 I] → [N, D]."""
+        return F.linear(swiglu(gate_up, self.limit), self.down)
+
+
+class SparseMlp:
+    """Routed experts and the shared one. [N, D] → [N, D]."""
+
+    def __init__(self, module: Any) -> None:
+        if module.multi_gate or module.num_fused_shared_experts:
+            raise NotImplementedError("torch_cpu: one router per modality, fused shared experts")
+        self.router = Router(
+            bias=None if module.gate.expert_bias is None else module.gate.expert_bias.data,
+            top_k=module.top_k,
+            groups=(module.num_expert_group or 1, module.topk_group or 1),
+            normalize=module.norm_expert_prob,
+            scale=1.0 if module.routed_scaling_factor is None else float(module.routed_scaling_factor),
+        )
+        for weight in (module.experts.w13_weight, module.experts.w2_weight):
+            weight.data = Experts.transposed(weight.data)
+        experts = module.experts
+        self.experts = Experts(experts.w13_weight.data, experts.w2_weight.data, module.expert_swiglu_limit)
+        self.gate = module.gate.weight.data
+        self.shared = Mlp(module.shared_experts) if module.shared_experts is not None else None
+        self.joined: Tensor | None = None  # router and the shared expert's first projection, which read the same input
+        if self.shared is not None and self.shared.up.dtype == self.gate.dtype:
+            self.joined = torch.cat([self.gate, self.shared.up])
+
+    def __call__(self, x: Tensor) -> Tensor:
+        if self.shared is not None and self.joined is not None:
+            both, count = F.linear(x, self.joined), self.gate.shape[0]
+            logits = both.narrow(1, 0, count).float()
+            shared = self.shared.second(both.narrow(1, count, both.shape[1] - count))
+            return self.experts(x, *self.router(logits)).add_(shared)
+        out = self.experts(x, *self.router(F.linear(x.to(self.gate.dtype), self.gate).float()))
+        return out if self.shared is None else out.add_(self.shared(x))

@@ -19,7 +19,7 @@ from sglang.srt.platforms.interface import PlatformCapabilities, SRTPlatform
 # of a server, for a format that nobody asks for. Without that package it leaves the format unchecked.
 sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 # In a server of this platform FlashInfer is as good as not installed, which SGLang allows for: its kernels need a GPU,
-# and importing them takes another 2.5 s. (Asked for by name only: a process that picked this platform because it found
+# and importing them takes seconds. (Asked for by name only: a process that picked this platform because it found
 # no accelerator may still want to build kernels.)
 if os.environ.get("SGLANG_PLATFORM") == "torch_cpu":
     sys.modules.setdefault("flashinfer", None)  # type: ignore[arg-type]

@@ -61,8 +61,8 @@ SCOPES = (
     Scope(_HERE + "layers.KdaLayer.__call__", "kda"),
     Scope(_HERE + "layers.MlaLayer.__call__", "mla"),
     Scope(_HERE + "layers.MlaLayer.remember", "mla"),
-    Scope(_HERE + "layers.Mlp.__call__", "dense"),
-    Scope(_HERE + "layers.SparseMlp.__call__", "shared"),  # the router's product is joined to the shared expert's
+    Scope(_HERE + "moe.Mlp.__call__", "dense"),
+    Scope(_HERE + "moe.SparseMlp.__call__", "shared"),  # the router's product is joined to the shared expert's
     Scope(_HERE + "moe.Router.__call__", "router"),
     Scope(_HERE + "moe.Experts.__call__", "experts"),
 )
