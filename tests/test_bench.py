@@ -328,6 +328,9 @@ def test_machine_alarms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(judge, "clocks", lambda: stuck)
     assert machine_alarms(spark, judge.psutil.swap_memory().sin) == ["clock: GPU 0 at 850 of 3003 MHz"]
     assert machine_alarms(MACHINE, judge.psutil.swap_memory().sin) == []
+    stuck["gpus"].append({"sm_mhz": 345, "sm_max_mhz": 1980})  # the second one idles, unless the server spans both
+    assert len(machine_alarms(spark, judge.psutil.swap_memory().sin)) == 1
+    assert len(machine_alarms(spark, judge.psutil.swap_memory().sin, gpus=2)) == 2
     monkeypatch.setattr(judge, "clocks", lambda: {"gpus": [{"sm_mhz": 2400, "sm_max_mhz": 3003}, {}]})
     assert machine_alarms(spark, judge.psutil.swap_memory().sin) == []
     little = judge.psutil.virtual_memory()._replace(available=300 << 20)

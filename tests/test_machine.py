@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from sparkmoe.errors import MachineError
-from sparkmoe.machine import Machine, available_bytes, nominal_gb_s, read_gpu
+from sparkmoe.gpus import nominal_gb_s, read_gpu, visible_gpus
+from sparkmoe.machine import Machine, available_bytes
 
 
 class FakeNvml:
@@ -32,6 +33,9 @@ class FakeNvml:
 
     def nvmlDeviceGetHandleByIndex(self, index: int) -> int:
         return index
+
+    def nvmlDeviceGetUUID(self, handle: int) -> str:
+        return f"GPU-{handle}2b7"
 
     def nvmlDeviceGetName(self, handle: int) -> bytes:
         return self.gpu.encode()
@@ -78,11 +82,15 @@ def test_without_a_gpu_it_is_a_cpu(nvml: FakeNvml) -> None:
     assert machine.default_model is not None
 
 
-@pytest.mark.parametrize(("visible", "count"), [("", None), ("-1", None), ("1", 1), ("0,1", 2)])
-def test_cuda_visible_devices_counts(monkeypatch: pytest.MonkeyPatch, visible: str, count: int | None) -> None:
+@pytest.mark.parametrize(
+    ("visible", "shown"),
+    [("", []), ("-1", []), ("1", [1]), ("0,1", [0, 1]), ("1,0", [1, 0]), ("GPU-1,GPU-02b7", [1, 0]), ("MIG-1", [0])],
+)
+def test_cuda_visible_devices_counts(monkeypatch: pytest.MonkeyPatch, visible: str, shown: list[int]) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     gpu = read_gpu(H200)
-    assert (gpu["gpu_count"] if gpu else None) == count
+    assert (gpu["gpu_count"] if gpu else 0) == len(shown)
+    assert visible_gpus(H200) == shown
 
 
 def test_the_profile_can_be_chosen(monkeypatch: pytest.MonkeyPatch) -> None:

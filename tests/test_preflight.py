@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from sparkmoe import conditions, spark_load
+from sparkmoe import gpus, spark_load
 from sparkmoe.findings import Finding, verdict
 from sparkmoe.preflight import examine
 from sparkmoe.spark_facts import (
@@ -259,7 +259,7 @@ def test_the_load_measures_what_the_checks_read(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setitem(sys.modules, "humming.utils", SimpleNamespace())
     monkeypatch.setitem(sys.modules, "humming.utils.device", asked)
     facts = iter([{"sm_mhz": 2400, "power_w": 40.0}, {"sm_mhz": 2410, "power_w": 50.0}] * 99)
-    monkeypatch.setattr(conditions, "nvml_facts", lambda: {"gpus": [next(facts)]})
+    monkeypatch.setattr(gpus, "nvml_facts", lambda: {"gpus": [next(facts)]})
     monkeypatch.setattr(spark_load, "_SECONDS", 0.1)
     seen = spark_load.measure()
     assert (seen["free_bytes"], seen["humming_error"]) == (7 << 30, "RuntimeError: Not Supported")

@@ -141,7 +141,8 @@ class Boot:
         tail.new()
         swapped_in = psutil.swap_memory().sin
         outcomes, wave_s = self._send(wave, client)
-        lines, alarms, fatal = tail.new(), machine_alarms(self.machine, swapped_in), None
+        alarms = machine_alarms(self.machine, swapped_in, gpus=self.recipe.tp)
+        lines, fatal = tail.new(), None
         for (number, prompt), outcome in zip(wave.requests, outcomes, strict=True):
             failed = outcome if isinstance(outcome, RequestFailed) else None
             sample = outcome.sample if isinstance(outcome, RequestFailed) else outcome

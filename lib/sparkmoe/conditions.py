@@ -7,7 +7,6 @@ cannot be found out is left out or None, never guessed.
 
 from __future__ import annotations
 
-import contextlib
 import importlib.metadata
 import platform
 import subprocess
@@ -16,6 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+
+from sparkmoe.gpus import nvml_facts
 
 PACKAGES = ("sparkmoe", "sglang", "torch", "flashinfer-python", "humming-kernels", "transformers", "triton", "numpy")
 
@@ -56,37 +57,6 @@ def source_state(folder: Path = Path(__file__).parent) -> dict[str, Any]:
         return {"commit": git("rev-parse", "HEAD"), "dirty": bool(git("status", "--porcelain", "--untracked-files=no"))}
     except (OSError, subprocess.SubprocessError):
         return {"commit": None, "dirty": None}
-
-
-def nvml_facts() -> dict[str, Any]:
-    """Driver version and the clocks, power and temperature of each GPU; empty where NVML finds none.
-
-    A value that a GPU does not report (a GB10 has no memory clock) is absent.
-    """
-    import pynvml
-
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return {}
-    asked = {
-        "sm_mhz": lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_SM),
-        "sm_max_mhz": lambda gpu: pynvml.nvmlDeviceGetMaxClockInfo(gpu, pynvml.NVML_CLOCK_SM),
-        "memory_mhz": lambda gpu: pynvml.nvmlDeviceGetClockInfo(gpu, pynvml.NVML_CLOCK_MEM),
-        "power_w": lambda gpu: pynvml.nvmlDeviceGetPowerUsage(gpu) / 1000,
-        "temperature_c": lambda gpu: pynvml.nvmlDeviceGetTemperature(gpu, pynvml.NVML_TEMPERATURE_GPU),
-    }
-    try:
-        gpus: list[dict[str, float]] = []
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle, facts = pynvml.nvmlDeviceGetHandleByIndex(index), {}
-            for name, ask in asked.items():
-                with contextlib.suppress(pynvml.NVMLError):
-                    facts[name] = ask(handle)
-            gpus.append(facts)
-        return {"driver": str(pynvml.nvmlSystemGetDriverVersion()), "gpus": gpus}
-    finally:
-        pynvml.nvmlShutdown()
 
 
 def clocks() -> dict[str, Any]:

@@ -55,14 +55,17 @@ def reasons_spoiled(sample: Sample, prompt: Prompt, lines: Sequence[str], floor_
     return reasons
 
 
-def machine_alarms(machine: Machine, swapped_in_before: int = 0) -> list[str]:
-    """What is wrong with the machine right now: memory nearly gone, swapping, or a GPU far below its clock."""
+def machine_alarms(machine: Machine, swapped_in_before: int = 0, *, gpus: int = 1) -> list[str]:
+    """What is wrong with the machine right now: memory nearly gone, swapping, or a GPU far below its clock.
+
+    Only the first `gpus` of the visible ones are looked at, those that serve: an idle one rests far below its clock.
+    """
     alarms, memory = [], psutil.virtual_memory()
     if memory.available < min(0.03 * memory.total, GIB):
         alarms.append(f"memory: only {memory.available / GIB:.2f} GiB available")
     if (swapped := psutil.swap_memory().sin - swapped_in_before) > _SWAPPED_BYTES:
         alarms.append(f"memory: {swapped >> 20} MiB were read back from swap during the request")
-    for index, gpu in enumerate(clocks()["gpus"] if machine.profile != "cpu" else []):
+    for index, gpu in enumerate(clocks()["gpus"][:gpus] if machine.profile != "cpu" else []):
         now, top = gpu.get("sm_mhz"), gpu.get("sm_max_mhz")
         if now and top and now < 0.5 * top:
             alarms.append(f"clock: GPU {index} at {now} of {top} MHz")

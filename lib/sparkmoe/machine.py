@@ -23,23 +23,11 @@ from typing import Any, Literal
 import psutil
 
 from sparkmoe.errors import MachineError
+from sparkmoe.gpus import read_gpu
 
 Profile = Literal["spark", "hopper", "cpu"]
 GIB = 1 << 30
 
-# Nominal bandwidth of device memory in GB/s, from the vendors' data sheets; the first name that the GPU's contains.
-_NOMINAL_GB_S = {
-    "GB10": 273.0,
-    "A100": 2039.0,
-    "H100 PCIe": 2000.0,
-    "H100": 3350.0,
-    "GH200": 4900.0,
-    "H200": 4800.0,
-    "B200": 8000.0,
-    "B300": 8000.0,
-    "RTX 4090": 1008.0,
-    "RTX 5090": 1792.0,
-}
 _PACKAGES = ("sparkmoe", "sglang", "torch", "triton", "transformers", "flashinfer-python", "humming-kernels")
 # Per profile: seconds until the first token, seconds between SIGTERM and SIGKILL, requests at once. SGLang looks for
 # SIGTERM every 5 s, to drain requests and give a GPU's memory back; a measurement's own server on a CPU has neither.
@@ -242,56 +230,6 @@ def available_bytes(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
         return max(0, min(available, int(limit) - used))
     except (OSError, ValueError, KeyError):
         return available
-
-
-def read_gpu(nvml: Any = None) -> dict[str, Any] | None:
-    """The visible NVIDIA GPUs as fields of `Machine`, or None where NVML finds none.
-
-    `CUDA_VISIBLE_DEVICES` is honoured as CUDA does: empty or "-1" hides every GPU. Of several the first counts.
-    """
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible is not None and visible.strip() in ("", "-1"):
-        return None
-    if nvml is None:
-        import pynvml
-
-        nvml = pynvml
-    try:
-        nvml.nvmlInit()
-    except nvml.NVMLError:
-        return None
-    try:
-        count = nvml.nvmlDeviceGetCount()
-        if count == 0:
-            return None
-        ids = [part.strip() for part in visible.split(",")] if visible else [str(i) for i in range(count)]
-        first = int(ids[0]) if ids[0].isdigit() and int(ids[0]) < count else 0
-        handle = nvml.nvmlDeviceGetHandleByIndex(first)
-        raw = nvml.nvmlDeviceGetName(handle)
-        name = raw.decode() if isinstance(raw, bytes) else str(raw)
-        major, minor = nvml.nvmlDeviceGetCudaComputeCapability(handle)
-        try:
-            memory: int | None = int(nvml.nvmlDeviceGetMemoryInfo(handle).total) or None
-        except nvml.NVMLError:
-            memory = None  # a GB10 has no memory of its own and says "not supported"
-        return {
-            "gpu_name": name,
-            "gpu_count": min(len(ids), count),
-            "compute_capability": (int(major), int(minor)),
-            "gpu_memory_bytes": memory,
-            "unified_memory": memory is None,
-            "nominal_gb_s": nominal_gb_s(name),
-        }
-    except nvml.NVMLError:
-        return None
-    finally:
-        nvml.nvmlShutdown()
-
-
-def nominal_gb_s(gpu_name: str) -> float | None:
-    """Data-sheet bandwidth in GB/s for a GPU's NVML name, None if the table does not hold it."""
-    matches = [key for key in _NOMINAL_GB_S if key in gpu_name]
-    return _NOMINAL_GB_S[max(matches, key=len)] if matches else None
 
 
 def _seconds(call: Any) -> float:

@@ -32,7 +32,8 @@ from pathlib import Path
 import psutil
 
 from sparkmoe.errors import MachineError
-from sparkmoe.machine import GIB, available_bytes, home, read_gpu
+from sparkmoe.gpus import read_gpu
+from sparkmoe.machine import GIB, available_bytes, home
 
 ARCH = "12.1a"
 JOB_BYTES = 7 * GIB  # what one compiler is given; four of them were seen at 27 GB

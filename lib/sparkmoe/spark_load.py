@@ -25,7 +25,7 @@ def measure() -> dict[str, Any]:
 
     import torch
 
-    from sparkmoe.conditions import nvml_facts
+    from sparkmoe.gpus import nvml_facts
 
     free_bytes, total_bytes = torch.cuda.mem_get_info()
     buffer = torch.ones(_BUFFER_BYTES // 4, dtype=torch.float32, device="cuda")
