@@ -33,7 +33,7 @@ GPU = Path(__file__).parent / "gpu"
 @pytest.fixture
 def modules(monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNamespace]:
     monkeypatch.syspath_prepend(str(GPU))
-    names = ("arms", "boot", "full_shape", "record", "stay", "table")
+    names = ("arms", "boot", "full_shape", "join", "record", "stay", "table")
     yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
     for name in names:
         sys.modules.pop(name)
@@ -53,6 +53,9 @@ def test_a_gpu_has_at_most_fourteen_arms_that_it_can_run(modules: SimpleNamespac
         assert ("dummy" in command.argv) == ("SPARKMOE_RANDOM_WEIGHTS" in command.env) == (not arm.nano)
         assert command.env["SGLANG_ENABLE_JIT_DEEPGEMM"] == "0"
         assert (command.env.get("SPARKMOE_SWIGLU_CLAMP") == "0") == (arm.fails == ("clamp",))
+    (*single, two) = modules.arms.arms(replace(machine, gpu_count=2), hot)
+    assert [arm.name for arm in single] == [arm.name for arm in planned]
+    assert (two.name, two.recipe.tp) == ("all_three_tp2", 2)
 
 
 def test_fewer_drafts_of_the_same_quality_accept_less(modules: SimpleNamespace) -> None:
@@ -111,6 +114,12 @@ def test_no_arm_is_begun_that_would_be_cut_off(modules: SimpleNamespace) -> None
     assert not clock.enough()  # the one before it took too long
     clock.took(60.0)
     assert clock.enough()
+    told = modules.stay.Clock(stop_after_s=100.0, first_arm_s=110.0, later_arm_s=70.0)
+    assert not told.enough()
+    told.took(300.0)  # it compiled, the next one will not
+    assert told.enough()
+    told.stop_after_s = 60.0
+    assert not told.enough()
 
 
 # ----------------------------------------------------------------------------------------------------------------- boot
@@ -181,17 +190,20 @@ def test_the_miniature_is_compared_with_the_cpu_problem_by_problem(
 def test_the_table_sets_the_prediction_beside_the_measurement(modules: SimpleNamespace, tmp_path: Path) -> None:
     machine, weights = Machine.named("hopper"), inventory.from_config("ling-3.0-flash-fp4")
     recipes = {arm.name: arm.recipe for arm in modules.arms.arms(machine, tmp_path / "hot.pt")}
-    with Run.create(tmp_path, run_id="r") as run:
+    with Run.create(tmp_path, run_id="r", gb_s=4000.0) as run:
         for request, (arm, booted, accept, tpot, steps) in enumerate(
-            [("humming_bf16", "now", None, 6.7, None), ("humming_bf16", "earlier", None, 99.0, None),
-             ("humming_fp8", "now", None, 6.6, None), ("all_three", "now", 2.68, 4.0, 48)]
+            [("all_three", "now", 2.68, 4.0, 48), ("humming_bf16", "now", None, 6.7, None),
+             ("humming_bf16", "earlier", None, 99.0, None), ("humming_fp8", "now", None, 6.6, None)]
         ):  # fmt: skip
             sample = {"prompt_hash": "", "started_unix_s": 0, "tpot_ms": tpot, "completion_tokens": 128}
             record = {"arm": arm, "boot": 0, "request": request, "booted": booted, "spoiled": [], "context": 512}
             run.append(record | {"output": 128, "accept": accept, "sample": sample | {"spec_verify_ct": steps}})
         for arm in ("humming_bf16", "humming_fp8", "all_three"):
             run.write_json(f"arms/{arm}.json", {"booted": "now", "engaged": arm != "humming_fp8"})
-        plain, fp8, every = modules.table.table(run, recipes, weights, machine, 4000.0)
+        every, plain, fp8 = modules.table.table(run, recipes, weights, machine)
+        for number, gb_s in enumerate((1000.0, 2000.0, 4000.0)):
+            run.write_json(f"calls/{number}.json", {"gb_s": gb_s, "clocks": {"at_unix_s": number}})
+        slow = modules.table.table(run, recipes, weights, machine)[0]
     assert [row["sound"] for row in (plain, fp8, every)] == [True, False, True]
     assert plain["tpot_ms"] == 6.7
     assert plain["predicted_ms"] == pytest.approx(6.7)
@@ -201,8 +213,44 @@ def test_the_table_sets_the_prediction_beside_the_measurement(modules: SimpleNam
     assert every["accept_length"] == pytest.approx(128 / 48)
     assert every["floor_ms"] == pytest.approx(8.78 / 4 / (128 / 48), rel=0.01)
     assert every["gain"] == pytest.approx(6.7 / 4)
+    assert slow["floor_ms"] == pytest.approx(2 * every["floor_ms"])  # the median of three calls is half the bandwidth
     spent = plain["tpot_ms"] - plain["floor_ms"]
     assert every["predicted_ms"] == pytest.approx(every["floor_ms"] + spent * (1 + 3 / 42) / (128 / 48))
+
+
+def test_an_arm_belongs_to_its_call_or_to_the_latest_before_it(modules: SimpleNamespace, tmp_path: Path) -> None:
+    with Run.create(tmp_path, run_id="r") as run:
+        for name, at in (("late", 20.0), ("early", 10.0)):
+            run.write_json(f"calls/{name}.json", {"name": name, "clocks": {"at_unix_s": at}})
+        made = modules.table.calls(run)
+    asked = ({"call": "early", "at_unix_s": 25.0}, {"at_unix_s": 15.0}, {"at_unix_s": 25.0}, {"at_unix_s": 5.0})
+    names = [modules.table.call_of(state, made).get("name") for state in asked]
+    assert names == ["early", "early", "late", None]
+
+
+def test_runs_of_two_gpus_become_one(modules: SimpleNamespace, tmp_path: Path) -> None:
+    def measured(folder: str, *arms: tuple[str, str, str, float]) -> Run:
+        run = Run.create(tmp_path / folder, run_id="r")
+        for number, (arm, status, booted, at) in enumerate(arms):
+            run.write_json(f"arms/{arm}.json", {"arm": arm, "status": status, "booted": booted, "at_unix_s": at})
+            run.write_json(f"evidence/{booted}.json", {"where": folder})
+            run.append({"arm": arm, "boot": 0, "request": number, "booted": booted})
+        run.write_json(f"calls/{folder}.json", {})
+        run.close()
+        return run
+
+    shared = ("a", "done", "a-1", 1.0)
+    one = measured("one", shared, ("b", "failed", "b-2", 2.0), ("c", "done", "c-2", 9.0))
+    two = measured("two", shared, ("b", "done", "b-1", 1.0), ("c", "done", "c-1", 3.0), ("d", "partial", "d-1", 4.0))
+    assert modules.join.join(one, two) == ["b", "d"]
+    assert {name: state["booted"] for name, state in modules.table.states(one).items()} == {
+        "a": "a-1", "b": "b-1", "c": "c-2", "d": "d-1"}  # fmt: skip
+    assert [record["booted"] for record in one.records()] == ["a-1", "b-2", "c-2", "b-1", "c-1", "d-1"]
+    assert json.loads((one.path / "evidence/a-1.json").read_text()) == {"where": "one"}
+    assert sorted(path.stem for path in (one.path / "calls").iterdir()) == ["one", "two"]
+    assert modules.join.join(one, two) == []
+    assert len(list(one.records())) == 6
+    one.close()
 
 
 def test_a_run_becomes_a_record_that_the_package_reads(

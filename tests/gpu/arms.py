@@ -111,5 +111,5 @@ def arms(machine: Machine, hot: Path) -> list[Arm]:
         Arm(marlin.with_(name="marlin_all_three", head="fp8", draft_steps=3)),
     ]
     if machine.gpu_count > 1:
-        found.append(Arm(every.with_(name="all_three_tp2", tp=2)))
+        found.append(Arm(every.with_(name="all_three_tp2", tp=2), profiled=True))
     return found

@@ -48,6 +48,7 @@ class Bench:
     gb_s: float
     clock: Clock
     builds: Sequence[subprocess.Popen[bytes]] = ()
+    call: str = ""
 
     @property
     def vocabulary(self) -> int:
@@ -146,7 +147,7 @@ class Bench:
         tail.new()
         sample = client.generate(prompt.token_ids, max_new_tokens=prompt.max_new_tokens, ignore_eos=True)
         lines = tail.new()
-        spoiled = reasons_spoiled(sample, prompt, lines) + machine_alarms(self.machine)
+        spoiled = reasons_spoiled(sample, prompt, lines) + machine_alarms(self.machine, gpus=arm.recipe.tp)
         self.run.append({"arm": arm.name, "boot": 0, **record, "spoiled": spoiled, "sample": sample.to_json()})
 
     def settle(self, client: Client, tail: LogTail, prompt: Prompt) -> None:

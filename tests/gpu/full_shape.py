@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import sys
 import tempfile
 import time
 import traceback
@@ -26,6 +28,7 @@ from typing import Any
 import torch
 from arms import DRY, GPU, HOT_ROWS, Arm, arms
 from boot import Bench
+from join import join
 from stay import Clock, pack_caches, pack_run, prebuild, unpack
 from table import sound, states, table
 
@@ -73,17 +76,17 @@ def measure(bench: Bench, known: Mapping[str, Arm], todo: Iterable[Arm], out: Pa
             continue
         if not bench.clock.enough():
             return
-        begun = time.monotonic()
+        begun, at = time.monotonic(), time.time()
         try:
             facts = bench.boot(arm)
-            facts["status"] = "done" if facts.get("complete", True) else "partial"
+            facts |= {"call": bench.call, "status": "done" if facts.get("complete", True) else "partial"}
         except Exception as error:  # the next arm may be luckier, and a stay is short
             status = "failed" if bench.clock.left_s() > 0 else "partial"
             facts = {"arm": arm.name, "recipe": asdict(arm.recipe), "status": status, "error": str(error)}
-            facts["traceback"] = traceback.format_exc()
+            facts |= {"traceback": traceback.format_exc(), "call": bench.call, "at_unix_s": at}
         bench.clock.took(time.monotonic() - begun)
         bench.run.write_json(f"arms/{arm.name}.json", facts)
-        compared = table(bench.run, recipes, bench.weights, bench.machine, bench.gb_s)
+        compared = table(bench.run, recipes, bench.weights, bench.machine)
         bench.run.write_json("table.json", compared)
         pack_run(bench.run.path, out)
         yield arm.name
@@ -93,6 +96,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n\n")[0])
     parser.add_argument("--out", type=Path, required=True, help="folder whose files outlive the stay")
     parser.add_argument("--carried", type=Path, help="folder with what an earlier call left in --out")
+    parser.add_argument("--join", type=Path, help="the results folder of another --work: take over what it measured")
+    parser.add_argument("--no-caches", action="store_true", help="do not pack the compilers' caches")
     parser.add_argument("--work", type=Path, default=Path(tempfile.gettempdir()) / "full-shape")
     parser.add_argument("--home", type=Path, default=Path.home(), help="where compilers keep their caches")
     parser.add_argument("--arms", help="comma-separated names, in this order (default: all)")
@@ -100,8 +105,9 @@ def main() -> None:
     parser.add_argument("--commit", help="of this checkout, where it is a copy without git")
     parser.add_argument("--stop-after-s", type=float, default=520.0, help="begin no arm that would not end by then")
     parser.add_argument("--first-arm-s", type=float, default=150.0, help="what the first arm is expected to take")
+    parser.add_argument("--later-arm-s", type=float, help="and each later one (default: the longer of the last two)")
     args = parser.parse_args()
-    clock = Clock(args.stop_after_s, args.first_arm_s)
+    clock = Clock(args.stop_after_s, args.first_arm_s, args.later_arm_s)
     brought = unpack(args.carried, args.work / "results", args.home) if args.carried else []
     machine = Machine.detect()
     config = shape_config(machine)
@@ -114,29 +120,34 @@ def main() -> None:
     if unknown := [name for name in wanted if name not in known]:
         parser.error(f"there is no arm {unknown[0]}; known: {', '.join(known)}")
     run = open_run(args.work / "results")
+    for other in sorted(args.join.glob("*/manifest.json")) if args.join else []:
+        join(run, Run.open(other.parent))
+    for name in filter(None, (args.again or "").split(",")):
+        (run.path / "arms" / f"{name}.json").unlink(missing_ok=True)
     # The buffer is a hundred times a GPU's last-level cache; on a CPU the default is large enough.
     gb_s = machine.probe_bandwidth(*([] if machine.profile == "cpu" else [PROBE_BYTES]))
     shape, builds = DRY, []
     if machine.profile != "cpu":
         torch.cuda.empty_cache()  # the buffer back to the servers
-        shape, builds = GPU, prebuild()
-    bench = Bench(run, machine, model, inventory.from_config(config), shape, gb_s, clock, builds)
+        missing = {known[name].recipe.moe for name in wanted if states(run).get(name, {}).get("status") != "done"}
+        shape, builds = GPU, prebuild() if "marlin" in missing else []
+    call = f"{time.time():.0f}-{os.getpid()}"
+    bench = Bench(run, machine, model, inventory.from_config(config), shape, gb_s, clock, builds, call)
     conditions = {"machine": machine, "gb_s": gb_s, "commit": args.commit}
-    call = environment() | conditions | {"brought": brought, "clocks": clocks()}
-    run.write_json(f"calls/{time.time():.0f}.json", call)
-    run.update(model=f"{MODEL}, random weights", **conditions)
-    for name in filter(None, (args.again or "").split(",")):
-        (run.path / "arms" / f"{name}.json").unlink(missing_ok=True)
+    facts = environment() | conditions | {"argv": sys.argv, "brought": brought, "clocks": clocks()}
+    run.write_json(f"calls/{call}.json", facts)
+    if "gb_s" not in run.manifest:
+        run.update(model=f"{MODEL}, random weights", **conditions)
     done = []
     for name in measure(bench, known, [known[name] for name in wanted], args.out):
         done.append(name)
-        if len(done) == 1 and machine.profile != "cpu":
+        if len(done) == 1 and machine.profile != "cpu" and not args.no_caches:
             pack_caches(args.home, args.out)  # in case this call is cut off
     run.close()
     for build in builds:
         build.terminate()
     pack_run(run.path, args.out)
-    kept = pack_caches(args.home, args.out)
+    kept = {} if args.no_caches else pack_caches(args.home, args.out)
     doubts = {True: "", False: ", in doubt"}
     found = {name: state["status"] + doubts[sound(state)] for name, state in states(run).items()}
     print(json.dumps({"run": run.id, "measured": done, "arms": found, "gb_s": gb_s, "caches": kept}))  # noqa: T201

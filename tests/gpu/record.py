@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from full_shape import MODEL
-from table import sound, states, table
+from table import bandwidth, call_of, calls, sound, states, table
 
 from sparkmoe import breakdown, hot_vocab, inventory, roofline, serverlog, trace
 from sparkmoe.inventory import Inventory
@@ -41,21 +41,22 @@ def record(run: Run) -> dict[str, Any]:
     done = {name: state for name, state in found.items() if state["status"] == "done"}
     machine, versions = manifest["machine"], manifest["packages"]
     recipes = {name: _recipe(run, state) for name, state in found.items()}
-    weights, gb_s = inventory.from_config(MODEL), manifest["gb_s"]
+    weights, gb_s, made = inventory.from_config(MODEL), bandwidth(run), calls(run)
+    commits = [_commit(call_of(state, made) or manifest) for state in done.values()] or [_commit(manifest)]
     conditions = {
         "machine": f"{machine['gpu_count']} × {machine['gpu_name']}" if machine["gpu_name"] else "a CPU, dry run",
         "date": time.strftime("%Y-%m-%d", time.gmtime(manifest["created_unix_s"])),
         "versions": {name: versions[name] for name in _PACKAGES if name in versions},
         "driver": manifest["driver"],
-        "commit": manifest.get("commit") or manifest["source"]["commit"],
+        "commit": ", ".join(sorted(set(commits))),
         "run": run.id,
         "command": COMMAND,
     }
     routing = next((state["routing"] for state in done.values() if "routing" in state), {})
     findings = {
         "gb_s": gb_s,
-        "arms": {name: _arm(run, name, state) for name, state in found.items()},
-        "rows": table(run, recipes, weights, Machine.named("hopper"), gb_s),
+        "arms": {name: _arm(run, name, state, call_of(state, made)) for name, state in found.items()},
+        "rows": table(run, recipes, weights, Machine.named("hopper")),
         "routing": {key: routing[key] for key in ("expected", "mean") if key in routing},
         "profiles": {
             name: _steps(run, state, recipes[name], weights, gb_s)
@@ -68,13 +69,19 @@ def record(run: Run) -> dict[str, Any]:
     return {"schema": "sparkmoe.recorded/1", "what": what, "conditions": conditions, "findings": rounded(findings)}
 
 
-def _arm(run: Run, name: str, state: Mapping[str, Any]) -> dict[str, Any]:
+def _commit(conditions: Mapping[str, Any]) -> str:
+    return str(conditions.get("commit") or conditions["source"]["commit"])
+
+
+def _arm(run: Run, name: str, state: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
     log = _log(run, name)
     if state["status"] != "done":
         cause = serverlog.likely_cause(log) or str(state.get("error", ""))[:300]
         return {"status": state["status"], "error": cause}
     failed = [row["check"] for row in state["checks"] if row["result"] == "FAILED"]
     kept = {"ready_s": state["ready_s"], "weight_bytes": state.get("weight_bytes")} | serverlog.seconds_spent(log)
+    if call:
+        kept |= {"gb_s": call["gb_s"], "commit": _commit(call), "at_unix_s": round(state.get("at_unix_s", 0.0))}
     return {"status": "done", "sound": sound(state), "failed_checks": failed} | kept
 
 
@@ -126,8 +133,9 @@ def _recipe(run: Run, state: Mapping[str, Any]) -> Recipe:
 
 
 def archive(run: Run, path: Path) -> None:
-    """The run as one file, without the paths of the checkout that it was made from, and without the servers' keys."""
-    checkout = run.manifest["argv"][0].removesuffix("tests/gpu/full_shape.py").encode()
+    """The run as one file, without the paths of the checkouts that it was made from, and without the servers' keys."""
+    drivers = [run.manifest["argv"][0], *(call["argv"][0] for call in calls(run).values() if "argv" in call)]
+    checkouts = {driver.removesuffix("tests/gpu/full_shape.py").encode() for driver in drivers}
     held = io.BytesIO()
     with tarfile.open(fileobj=held, mode="w:gz") as tar:
         for file in sorted(run.path.rglob("*")):
@@ -137,7 +145,8 @@ def archive(run: Run, path: Path) -> None:
             content = file.read_bytes()
             if file.suffix in (".json", ".jsonl", ".log"):
                 content = re.sub(rb"('api_key': ')[^']+", rb"\1", content)
-                content = content.replace(checkout, b"") if checkout.endswith(b"/") else content
+                for checkout in checkouts:
+                    content = content.replace(checkout, b"") if checkout.endswith(b"/") else content
             entry = tarfile.TarInfo(f"{run.id}/{inside}")
             entry.size, entry.mtime = len(content), int(run.manifest["created_unix_s"])
             tar.addfile(entry, io.BytesIO(content))

@@ -42,10 +42,12 @@ def prebuild() -> list[subprocess.Popen[bytes]]:
 
 
 class Clock:
-    """The wall-clock budget of a call: an arm is begun only if it would end in time, judged by those before it."""
+    """The wall-clock budget of a call: an arm is begun only if it would end in time, which the two before it tell, or
+    `later_arm_s` where it is known that the first one compiles and the others do not."""
 
-    def __init__(self, stop_after_s: float, first_arm_s: float) -> None:
+    def __init__(self, stop_after_s: float, first_arm_s: float, later_arm_s: float | None = None) -> None:
         self.begun, self.stop_after_s = time.monotonic(), stop_after_s
+        self.later_arm_s = later_arm_s
         self._arms_s = [first_arm_s]
 
     def left_s(self) -> float:
@@ -55,7 +57,8 @@ class Clock:
         self._arms_s.append(seconds)
 
     def enough(self) -> bool:
-        return self.left_s() > max(self._arms_s[-2:])
+        known = self.later_arm_s is not None and len(self._arms_s) > 1
+        return self.left_s() > (self.later_arm_s if known else max(self._arms_s[-2:]))
 
 
 def pack_run(run: Path, out: Path) -> int:
