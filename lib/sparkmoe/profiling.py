@@ -120,16 +120,17 @@ def dissect(
     *,
     gpu: bool = False,
     output_tokens: int = 64,
+    tp: int = 1,
 ) -> Dissection:
     """Measure a step (the median of one request a prompt, after a first one), profile one, and name what bounds it.
 
-    `gb_s` is the bandwidth as measured here; errors as in `record`.
+    `gb_s` is the bandwidth as measured here; of `tp` GPUs each reads its share. Errors as in `record`.
     """
     asked = {"max_new_tokens": output_tokens, "ignore_eos": True}
     samples = tuple(client.generate(prompt, **asked) for prompt in (prompts[0], *prompts))[1:]
     step_ms = statistics.median((s.tpot_ms or 0.0) * (s.accept_length or 1.0) for s in samples)
     seen, steps = record(client, prompts[0], folder, gpu=gpu, output_tokens=output_tokens)
     watched = breakdown.break_down(seen, steps)
-    found, size = watched.unwatched(step_ms), roofline.step_bytes(weights, load)
+    found, size = watched.unwatched(step_ms), roofline.split(roofline.step_bytes(weights, load), tp)
     judged = breakdown.verdict(found, size.total, gb_s)
     return Dissection(Path(seen.path), found, samples, watched.step_ms / step_ms, size, judged)

@@ -182,9 +182,8 @@ class Bench:
         with tempfile.TemporaryDirectory() as scratch:
             load, gpu = load_of(arm.recipe, self.machine, context), self.machine.profile != "cpu"
             prompts = [self.prompt(0, context, tokens).token_ids]
-            seen = profiling.dissect(
-                client, prompts, scratch, self.weights, self.gb_s, load, gpu=gpu, output_tokens=tokens
-            )
+            seen = profiling.dissect(client, prompts, scratch, self.weights, self.gb_s, load, gpu=gpu,
+                                     output_tokens=tokens, tp=arm.recipe.tp)  # fmt: skip
             whole = trace.read(seen.path)
             for count in (8, 4, 2, 1):
                 if trace.trim(whole, trace.steps(whole), kept, count=count).stat().st_size <= TRACE_BYTES:

@@ -30,7 +30,7 @@ from arms import DRY, GPU, HOT_ROWS, Arm, arms
 from boot import Bench
 from join import join
 from stay import Clock, pack_caches, pack_run, prebuild, unpack
-from table import sound, states, table
+from table import recipe_of, sound, states, table
 
 from sparkmoe import hot_vocab, inventory
 from sparkmoe.conditions import clocks, environment
@@ -69,7 +69,7 @@ def open_run(results: Path) -> Run:
 
 def measure(bench: Bench, known: Mapping[str, Arm], todo: Iterable[Arm], out: Path) -> Iterator[str]:
     """Measure what is not done yet, as far as the time allows; yields an arm's name when its result is packed."""
-    recipes = {name: arm.recipe for name, arm in known.items()}
+    planned = {name: arm.recipe for name, arm in known.items()}
     for arm in todo:
         state = states(bench.run).get(arm.name, {}).get("status")
         if state in ("done", "failed"):
@@ -86,6 +86,8 @@ def measure(bench: Bench, known: Mapping[str, Arm], todo: Iterable[Arm], out: Pa
             facts |= {"traceback": traceback.format_exc(), "call": bench.call, "at_unix_s": at}
         bench.clock.took(time.monotonic() - begun)
         bench.run.write_json(f"arms/{arm.name}.json", facts)
+        # A run that came from a machine with more GPUs has an arm that this one does not plan.
+        recipes = planned | {name: recipe_of(state) for name, state in states(bench.run).items() if name not in planned}
         compared = table(bench.run, recipes, bench.weights, bench.machine)
         bench.run.write_json("table.json", compared)
         pack_run(bench.run.path, out)

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from full_shape import MODEL
-from table import bandwidth, call_of, calls, sound, states, table
+from table import bandwidth, call_of, calls, recipe_of, sound, states, table
 
 from sparkmoe import breakdown, hot_vocab, inventory, roofline, serverlog, trace
 from sparkmoe.inventory import Inventory
@@ -38,7 +38,7 @@ _TOP, _NAME = 20, 100  # how many kernels by time, and how much of a C++ name
 def record(run: Run) -> dict[str, Any]:
     """The record of a run."""
     manifest, found = run.manifest, states(run)
-    done = {name: state for name, state in found.items() if state["status"] == "done"}
+    done = {name: state for name, state in found.items() if "checks" in state}  # measured, in part at least
     machine, versions = manifest["machine"], manifest["packages"]
     recipes = {name: _recipe(run, state) for name, state in found.items()}
     weights, gb_s, made = inventory.from_config(MODEL), bandwidth(run), calls(run)
@@ -75,14 +75,14 @@ def _commit(conditions: Mapping[str, Any]) -> str:
 
 def _arm(run: Run, name: str, state: Mapping[str, Any], call: Mapping[str, Any]) -> dict[str, Any]:
     log = _log(run, name)
-    if state["status"] != "done":
+    if "checks" not in state:
         cause = serverlog.likely_cause(log) or str(state.get("error", ""))[:300]
         return {"status": state["status"], "error": cause}
     failed = [row["check"] for row in state["checks"] if row["result"] == "FAILED"]
     kept = {"ready_s": state["ready_s"], "weight_bytes": state.get("weight_bytes")} | serverlog.seconds_spent(log)
     if call:
         kept |= {"gb_s": call["gb_s"], "commit": _commit(call), "at_unix_s": round(state.get("at_unix_s", 0.0))}
-    return {"status": "done", "sound": sound(state), "failed_checks": failed} | kept
+    return {"status": state["status"], "sound": sound(state), "failed_checks": failed} | kept
 
 
 def _log(run: Run, name: str) -> list[str]:
@@ -97,7 +97,8 @@ def _steps(run: Run, state: Mapping[str, Any], recipe: Recipe, weights: Inventor
     for context, step in state["profiles"].items():
         if "error" in step:
             continue
-        size = roofline.step_bytes(weights, load_of(recipe, Machine.named("hopper"), int(context)))
+        whole = roofline.step_bytes(weights, load_of(recipe, Machine.named("hopper"), int(context)))
+        size = roofline.split(whole, recipe.tp)
         seen = trace.read(run.path / "traces" / step["trace"])
         watched = breakdown.break_down(seen, trace.steps(seen)).unwatched(step["step_ms"])
         verdict = breakdown.verdict(watched, size.total, gb_s)
@@ -120,16 +121,15 @@ def _steps(run: Run, state: Mapping[str, Any], recipe: Recipe, weights: Inventor
 
 def _recipe(run: Run, state: Mapping[str, Any]) -> Recipe:
     """An arm's recipe. Its token map stayed on the machine: one of as many tokens takes its place."""
-    fields = dict(state["recipe"])
-    fields |= {"extra_args": tuple(fields["extra_args"]), "extra_env": tuple(map(tuple, fields["extra_env"]))}
-    if fields["hot_vocab"] and "booted" in state:
+    recipe = recipe_of(state)
+    if recipe.hot_vocab and "booted" in state:
         evidence = json.loads((run.path / "evidence" / f"{state['booted']}.json").read_text())
         held = Path(tempfile.gettempdir()) / f"hot-{evidence['draft']['hot_vocabulary']}.pt"
         hot_vocab.save(
             held, hot_vocab.choose({0: 1}, evidence["draft"]["hot_vocabulary"], evidence["target"]["vocabulary"])
         )
-        fields["hot_vocab"] = str(held)
-    return Recipe(**fields)
+        return recipe.with_(name=recipe.name, hot_vocab=str(held))
+    return recipe
 
 
 def archive(run: Run, path: Path) -> None:

@@ -35,6 +35,13 @@ def call_of(state: Mapping[str, Any], made: Mapping[str, dict[str, Any]]) -> dic
     return next((call for call in reversed(made.values()) if call["clocks"]["at_unix_s"] <= begun), {})
 
 
+def recipe_of(state: Mapping[str, Any]) -> Recipe:
+    """The recipe that an arm was measured with."""
+    fields = dict(state["recipe"])
+    fields |= {"extra_args": tuple(fields["extra_args"]), "extra_env": tuple(map(tuple, fields["extra_env"]))}
+    return Recipe(**fields)
+
+
 def bandwidth(run: Run) -> float:
     """GB/s: the median of what the calls measured, which is one number for all arms so that their floors compare."""
     measured = [call["gb_s"] for call in calls(run).values()]
@@ -50,8 +57,8 @@ def table(run: Run, recipes: Mapping[str, Recipe], weights: Inventory, machine: 
     """Measured beside predicted: a row for each arm, context, output and accept length. Times in ms per token.
 
     `floor_ms` is bytes ÷ `bandwidth`; `predicted_ms` adds what the first plain arm of the same MoE backend in `recipes`
-    spends beyond its floor at that context; `gain` is the first plain arm's time ÷ this one's, as measured and as
-    predicted.
+    spends beyond its floor at that context, also where several GPUs share the bytes, as if they never waited for each
+    other; `gain` is the first plain arm's time ÷ this one's, as measured and as predicted.
     """
     found, gb_s = states(run), bandwidth(run)
     groups: dict[tuple[Any, ...], list[Sample]] = {}
@@ -75,7 +82,8 @@ def table(run: Run, recipes: Mapping[str, Recipe], weights: Inventory, machine: 
         steps = sum(s.spec_verify_ct or 0 for s in samples)
         length = max(1.0, sum(s.completion_tokens for s in samples) / steps) if steps else 1.0
         load = load_of(recipe, machine, context + output // 2)
-        read = roofline.split(roofline.step_bytes(weights, load), recipe.tp).total
+        whole = roofline.step_bytes(weights, load)
+        read = roofline.split(whole, recipe.tp).total
         row = {
             "arm": arm,
             "sound": sound(found[arm]),
@@ -89,13 +97,14 @@ def table(run: Run, recipes: Mapping[str, Recipe], weights: Inventory, machine: 
         row |= {"step_ms": measured * length, "bytes": read, "gb_s": read / measured / length / 1e6}
         row["floor_ms"] = read / gb_s / 1e6 / length
         reference, same = plain.get((context, output)), of_backend.get((recipe.moe, context, output))
-        if reference is not None and same is not None and recipe.tp == 1:
+        if reference is not None and same is not None:
             base = load_of(recipe.with_(draft_steps=0, head="bf16", hot_vocab=None, draft_head="shared"),
                            machine, context + output // 2)  # fmt: skip
             spent = roofline.overhead(weights, gb_s, same, base)
             made = roofline.predict(weights, gb_s, load, accept_length=length, overhead_ms=spent)
-            row |= {"predicted_ms": made.tpot_ms, "residual_ms": measured - made.tpot_ms}
-            row |= {"gain": reference / measured, "predicted_gain": reference / made.tpot_ms}
+            predicted = made.tpot_ms - (whole.total - read) / gb_s / 1e6 / length
+            row |= {"predicted_ms": predicted, "residual_ms": measured - predicted}
+            row |= {"gain": reference / measured, "predicted_gain": reference / predicted}
         result.append(row)
     return result
 
