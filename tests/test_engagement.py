@@ -76,11 +76,12 @@ def healthy(recipe: Recipe, *, gpu: bool = True) -> dict[str, Any]:
         "target": {
             "moe": [layer(3, runner), layer(35, runner, 4.0, 4.0)],
             "head": head(recipe.head),
+            "attention": [] if not gpu else ["FlashInferMLAAttnBackend"],
             "replayssm": {"decode": False, "verify": False, "cache_len": 16},
         },
         "draft": draft,
         "speculative": {"steps": recipe.draft_steps, "topk": 1} if recipe.draft_steps else None,
-        "graphs": {"decode": [1, 2], "draft_extend": [1]} if gpu else {"decode": []},
+        "graphs": {"decode": [1, 2], "draft_decode": [1], "draft_extend": [1]} if gpu else {"decode": []},
         "argv": ["python", "-m", "sglang.launch_server"],
     }
 
@@ -146,9 +147,17 @@ SABOTAGE = [
     ("no draft", ALL, lambda e: e.update(draft=None, speculative=None), {"draft"}, "found none"),
     ("other K", ALL, change("speculative.steps", 2), {"draft"}, "2 steps"),
     ("an uninvited draft", RECIPES["baseline"], change("speculative", {"steps": 3, "topk": 1}), {"draft"}, "3 steps"),
-    ("graphs off", ALL, change("graphs.decode", []), {"graphs"}, "captured: draft_extend"),
+    ("graphs off", ALL, change("graphs.decode", []), {"graphs"}, "captured: draft_decode, draft_extend"),
     ("inert ring length", ALL, change("argv", ["--linear-replayssm-cache-len", "8"]), {"inert"}, "no ring"),
     ("no request yet", ALL, change("stage", "loaded"), {"served"}, "found loaded"),
+    (
+        "another attention",
+        ALL.with_(attention="flashinfer"),
+        change("target.attention", ["FlashInferMLAAttnBackend", "TritonAttnBackend"]),
+        {"attention"},
+        "--attention-backend was overridden",
+    ),
+    ("attention unknown", ALL.with_(attention="triton"), change("target.attention", []), {"attention"}, "unknown"),
     ("a half-quantized head", ALL, change("target.head.bytes", 7), {"head_bytes"}, "found 7"),
 ]
 
@@ -239,9 +248,31 @@ def test_the_direction_of_tpot_is_noted_and_not_required() -> None:
     assert verify(ALL, healthy(ALL), theirs, baseline=mine)[-1].ok
 
 
+@pytest.mark.parametrize(("name", "found"), [("all_three", "no"), ("humming", None)])
+def test_drafts_under_triton_attention_are_told_of_a_long_context(name: str, found: str | None) -> None:
+    evidence = healthy(RECIPES[name])
+    evidence["target"]["attention"] = ["TritonAttnBackend"]
+    checks = require(RECIPES[name], evidence, answers(RECIPES[name]))  # a direction worth knowing, no lack of proof
+    told = {row["check"]: row["result"] for row in rows(checks)}
+    assert told.get("long_context") == found
+    assert all("--attention flashinfer" in check.cause for check in checks if check.name == "long_context")
+    evidence["target"]["attention"] = ["FlashInferMLAAttnBackend"]
+    told = {row["check"]: row["result"] for row in rows(require(RECIPES[name], evidence, answers(RECIPES[name])))}
+    assert told.get("long_context") == (found and "yes")
+
+
+def test_a_draft_pass_that_no_graph_holds_is_told() -> None:
+    evidence = healthy(ALL)
+    evidence["graphs"]["draft_extend"] = []  # FlashInfer's
+    told = {row["check"]: row["result"] for row in rows(require(ALL, evidence, answers(ALL)))}
+    assert (told["graphs"], told["draft_graphs"]) == ("ok", "no")
+    plain = {row["check"] for row in rows(verify(RECIPES["humming"], healthy(RECIPES["humming"]), [sample()]))}
+    assert "draft_graphs" not in plain
+
+
 def test_rows_for_a_table() -> None:
     table = rows(verify(ALL, healthy(ALL), []))
-    assert {row["result"] for row in table} == {"ok", "FAILED"}
+    assert {row["result"] for row in table} == {"ok", "FAILED", "yes"}
     assert all(set(row) == {"check", "expected", "found", "where", "result"} for row in table)
 
 
@@ -289,6 +320,7 @@ def test_a_live_server_is_proven_and_another_recipe_is_not(serve: Serve) -> None
     assert failed(prove(engine)) == []
     found = read_evidence(engine.evidence_path)
     assert found is not None
+    assert found["target"]["attention"] == ["TorchCpuAttnBackend"]
     assert found["pid"] != engine.pid  # written by the scheduler, not by the launcher
     for other, name in (("nextn", "head"), ("fp8_head", "draft")):
         with pytest.raises(NotEngaged, match=f"check `{name}`"):

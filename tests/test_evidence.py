@@ -206,3 +206,32 @@ def test_secrets_on_the_command_line_are_blanked() -> None:
     found = json.loads(done.stdout.splitlines()[-1])
     assert found[-6:] == ["--model-path", "/m", "--api-key", "…", "--random-seed", "0"]
     assert "secret" not in done.stdout
+
+
+class Paged:
+    pass
+
+
+class Grouped:
+    pass
+
+
+@pytest.mark.parametrize(
+    ("runner", "names"),
+    [
+        (SimpleNamespace(attn_backend=Paged()), ["Paged"]),
+        (
+            SimpleNamespace(attn_backend=SimpleNamespace(full_attn_backend=Paged(), linear_attn_backend=object())),
+            ["Paged"],
+        ),
+        (
+            SimpleNamespace(attn_backend=SimpleNamespace(decode_backend=Grouped(), prefill_backend=Paged())),
+            ["Grouped", "Paged"],
+        ),
+        (SimpleNamespace(attn_backend=SimpleNamespace(decode_backend=Paged(), prefill_backend=Paged())), ["Paged"]),
+        (SimpleNamespace(), []),
+    ],
+    ids=["plain", "beside a recurrent one", "two", "twice the same", "unknown"],
+)
+def test_what_attends_is_named(runner: SimpleNamespace, names: list[str]) -> None:
+    assert findings.attention(runner) == names

@@ -316,7 +316,13 @@ def test_tables_of_the_full_size() -> None:
     assert marlin["predicted"] == fp32["predicted"] == marlin["measured"].split()[0]
     parts = {row["ms of kernels a step"]: row for row in fullsize.parts("humming_fp8", "all_three")}
     assert float(parts["draft mla"]["humming_fp8"]) == 0 < float(parts["draft mla"]["all_three"])
-    assert list(parts)[-2:] == ["the rest", "at least one kernel runs"]
+    assert list(parts)[-3:] == ["the rest", "at least one kernel runs", "the whole step"]
+    busy, whole = (float(row["all_three"]) for row in list(parts.values())[-2:])
+    assert busy < whole < 1.1 * busy
+    assert {row["runner"] for row in fullsize.limits()} == {"Humming", "Humming, grouped", "Marlin"}
+    assert all(float(row["with the plugin"].rstrip("%")) < 0.6 for row in fullsize.limits())
+    right = [row["new numbers, right"] for row in fullsize.miniature()]
+    assert right == ["100.0%", "100.0%", "69.2%"]
     assert fullsize.floor_ms("humming_fp8") < fullsize.ms_per_token("humming_fp8")
     for wrong in (lambda: fullsize.rows("humming_fp4"), lambda: fullsize.parts("marlin_fp32"),
                   lambda: fullsize.ms_per_token("all_three", 512, 9.9)):  # fmt: skip

@@ -134,8 +134,8 @@ def verify(
         checks = examine(engine)
     _print_rows(rows(checks))
     failed = [check for check in checks if check.required and not check.ok]
-    for check in failed:
-        say(f"{check.name}: usual cause: {check.cause}")
+    for check in (check for check in checks if not check.ok):
+        say(f"{check.name}: {'usual cause' if check.required else 'worth knowing'}: {check.cause}")
     answer(recipe=recipe, engaged=not failed, failed=[check.name for check in failed])
     raise typer.Exit(1 if failed else 0)
 

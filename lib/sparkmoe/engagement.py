@@ -13,12 +13,15 @@ another backend than the target's.
 from __future__ import annotations
 
 import json
-import statistics
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from sparkmoe import checks as subjects
+from sparkmoe.checks import MIN_ACCEPT_LENGTH as MIN_ACCEPT_LENGTH
+from sparkmoe.checks import Check as Check
+from sparkmoe.checks import Evidence, same
+from sparkmoe.checks import accept_length as accept_length
 from sparkmoe.errors import NotEngaged
 from sparkmoe.sglang_plugin import blockers
 
@@ -28,10 +31,7 @@ if TYPE_CHECKING:
     from sparkmoe.recipe import Recipe
     from sparkmoe.sample import Sample
 
-Evidence = Mapping[str, Any]
 SCHEMA = 1
-MIN_ACCEPT_LENGTH = 1.2
-"""Tokens per verify step below which a draft cannot be told from one that always fails (1.0)."""
 PROBE_PROMPTS = (
     "What is 12 plus 30?",
     "Count: 1, 2, 3, 4, 5, 6, 7,",
@@ -39,46 +39,6 @@ PROBE_PROMPTS = (
     "The days of the week are Monday, Tuesday, Wednesday,",
     "Repeat after me: the quick brown fox jumps over the lazy dog. The quick brown fox",
 )
-
-_CAUSES = {
-    "plugin": "SGLang did not load this plugin: SGLANG_PLUGINS leaves `sparkmoe` out or is misspelt, SGLANG_PLATFORM "
-    "names another platform, or sparkmoe is not installed in the server's Python",
-    "evidence": "the server's SGLang has other internals than the one this sparkmoe was made for",
-    "served": "the server has not answered a request yet, or died in its first one; its log says why",
-    "hooks": "the server was started with other variables than the recipe's, or SGLang renamed what a hook needs",
-    "moe": "--moe-runner-backend was not passed, a config file overrode it, or SGLang fell back for these experts",
-    "moe_activation": "SGLANG_HUMMING_INPUT_QUANT_CONFIG did not reach the server: Humming kept 16-bit activations",
-    "clamp": "the plugin's clamp hooks are not on; this backend drops the experts' SwiGLU limit by itself",
-    "head": "SGLANG_ENABLE_FP8_LM_HEAD did not reach the server's process, or reached one that should not have it; "
-    "SGLang itself ignores that variable",
-    "head_bytes": "the head was quantized to another format, or not at all",
-    "draft": "the --speculative-… arguments did not reach the server, or SGLang changed them",
-    "draft_moe": "--speculative-moe-runner-backend was not passed: the draft's experts took SGLang's default",
-    "draft_head": "the draft holds the head's weight without its scales, which is how SGLang shares it; "
-    "SPARKMOE_DRAFT_HEAD decides",
-    "hot_vocabulary": "--speculative-token-map was not passed, or names another file",
-    "accept_length": "the draft computes with another head or other weights than the target",
-    "graphs": "CUDA graphs are switched off or their capture failed; every kernel is then launched one by one",
-    "inert": "the setting does nothing without its switch",
-    "tpot": "on this machine decoding may not be bound by the bytes that the lever saves",
-}
-
-
-@dataclass(frozen=True)
-class Check:
-    """One question about a running server. `required=False` marks a direction worth knowing, no proof of engagement."""
-
-    name: str
-    expected: str
-    found: str
-    where: str
-    ok: bool
-    required: bool = True
-
-    @property
-    def cause(self) -> str:
-        """What usually makes this check fail."""
-        return _CAUSES[self.name]
 
 
 def read_evidence(path: Path | str) -> dict[str, Any] | None:
@@ -127,20 +87,17 @@ def verify(
         return [Check("evidence", f"schema {SCHEMA}, no error", found, "evidence.error", False)]
     checks = [
         Check("plugin", "an evidence file", f"written by process {evidence['pid']}", "evidence.pid", True),
-        _same("served", "served", evidence["stage"], "evidence.stage"),
-        _hooks(recipe, evidence),
-        *_moe(recipe, evidence),
-        *_head(recipe, evidence),
-        *_draft(recipe, evidence, samples),
-        *_inert(evidence),
+        same("served", "served", evidence["stage"], "evidence.stage"),
+        subjects.hooks(recipe, evidence),
+        *subjects.moe(recipe, evidence),
+        *subjects.head(recipe, evidence),
+        *subjects.draft(recipe, evidence, samples),
+        *subjects.inert(evidence),
     ]
     if evidence["device"]["capability"] is not None:
-        missing = [phase for phase in ("decode",) if not evidence["graphs"].get(phase)]
-        checks.append(
-            Check("graphs", "captured: decode", f"captured: {_captured(evidence)}", "evidence.graphs", not missing)
-        )
+        checks += [*subjects.graphs(evidence), *subjects.attention(recipe, evidence)]
     if baseline:
-        checks.append(_tpot(samples, baseline))
+        checks.append(subjects.tpot(samples, baseline))
     return checks
 
 
@@ -171,146 +128,3 @@ def rows(checks: Iterable[Check]) -> list[dict[str, str]]:
         }
         for check in checks
     ]
-
-
-def accept_length(samples: Iterable[Sample]) -> float | None:
-    """Tokens per verify step over all samples together; None if none of them speculated."""
-    pairs = [(s.completion_tokens, s.spec_verify_ct) for s in samples if s.spec_verify_ct]
-    return sum(tokens for tokens, _ in pairs) / sum(steps for _, steps in pairs if steps) if pairs else None
-
-
-def _same(name: str, expected: Any, found: Any, where: str) -> Check:
-    return Check(name, str(expected), str(found), where, expected == found)
-
-
-def _hooks(recipe: Recipe, evidence: Evidence) -> Check:
-    """The hooks that the recipe's levers stand on. That each really wraps its target the plugin has checked at load."""
-    wanted = {"process_batch_result"}
-    wanted |= {"_initialize_model"} if recipe.head == "fp8" else set()
-    wanted |= {"init_lm_head"} if recipe.draft_steps else set()
-    registered = {hook["target"].rpartition(".")[2] for hook in evidence["hooks"]}
-    absent = sorted(wanted - registered)
-    found = f"missing: {', '.join(absent)}" if absent else f"{len(evidence['hooks'])} hooks, these among them"
-    return Check("hooks", ", ".join(sorted(wanted)), found, "evidence.hooks", not absent)
-
-
-def _expected_backend(recipe: Recipe, evidence: Evidence) -> str | None:
-    capability = evidence["device"]["capability"]
-    if capability is None:
-        return "native"
-    if recipe.moe == "auto":
-        return "flashinfer_mxfp4" if tuple(capability) == (12, 1) else None
-    return "triton" if recipe.moe == "native" else recipe.moe
-
-
-def _moe(recipe: Recipe, evidence: Evidence) -> list[Check]:
-    layers, where = evidence["target"]["moe"], "evidence.target.moe[].runner"
-    found = sorted({str(layer["runner"]) for layer in layers})
-    expected = _expected_backend(recipe, evidence)
-    if expected is None:
-        checks = [Check("moe", "one backend (SGLang's choice)", ", ".join(found), where, len(found) == 1)]
-    else:
-        checks = [Check("moe", expected, ", ".join(found), where, found == [expected])]
-    if recipe.moe_activation == "fp8":
-        dtypes = sorted({layer["activation_dtype"] for layer in layers})
-        fine = all("float8e4m3" in dtype.replace("_", "") for dtype in dtypes)
-        checks.append(
-            Check("moe_activation", "float8e4m3", ", ".join(dtypes), where.replace("runner", "activation_dtype"), fine)
-        )
-    drafted = evidence["draft"]["moe"] if evidence["draft"] else []
-    limited = [layer for layer in (*layers, *drafted) if layer["limit"] is not None]
-    if limited:
-        dropped = [layer["name"] for layer in limited if layer["clamp"] != layer["limit"]]
-        state = f"dropped in {len(dropped)}, first {dropped[0]}" if dropped else f"in force in all {len(limited)}"
-        asked = f"in force in {len(limited)} layers"
-        checks.append(Check("clamp", asked, state, "evidence.target.moe[].clamp", not dropped))
-    if drafted:
-        own = sorted({str(layer["runner"]) for layer in drafted})
-        text = ", ".join(found)
-        checks.append(
-            Check("draft_moe", f"{text} as in the target", ", ".join(own), "evidence.draft.moe[].runner", own == found)
-        )
-    return checks
-
-
-def _describe(head: Mapping[str, Any]) -> str:
-    precision = "fp8" if head["dtype"] == "float8_e4m3fn" else "fp32" if head["fp32_logits"] else "bf16"
-    scales = f", one scale per {head['scales']}" if head["scales"] != "none" else ""
-    return f"{precision} ({head['dtype']}{scales})"
-
-
-def _head(recipe: Recipe, evidence: Evidence) -> list[Check]:
-    head, where = evidence["target"]["head"], "evidence.target.head"
-    found = _describe(head)
-    wanted = {"fp8": "fp8", "fp32": "fp32", "bf16": "bf16"}[recipe.head]
-    scaled = recipe.head != "fp8" or head["scales"] in ("channel", "tensor")
-    per_value = 1 if recipe.head == "fp8" else 2
-    values = head["rows"] * head["columns"]
-    scales = {"channel": 4 * head["rows"], "tensor": 4}.get(head["scales"], 0)
-    expected_bytes = values * per_value + scales
-    return [
-        Check("head", wanted, found, where, found.startswith(wanted) and scaled),
-        _same("head_bytes", f"{expected_bytes:,}", f"{head['bytes']:,}", where + ".bytes"),
-    ]
-
-
-def _draft(recipe: Recipe, evidence: Evidence, samples: Sequence[Sample]) -> list[Check]:
-    speculative, draft = evidence["speculative"], evidence["draft"]
-    steps = speculative["steps"] if speculative else 0
-    expected = f"{recipe.draft_steps} steps, top 1" if recipe.draft_steps else "none"
-    expected += ", by DSpark" if recipe.draft_model else ""
-    found = f"{steps} steps, top {speculative['topk']}" if speculative else "none"
-    found += ", by DSpark" if speculative and speculative.get("algorithm") == "DSPARK" else ""
-    checks = [_same("draft", expected, found, "evidence.speculative")]
-    if not recipe.draft_steps or draft is None:
-        return checks
-    head, hot = draft["head"], draft["hot_vocabulary"]
-    checks.append(_draft_head(recipe, evidence["target"]["head"], head))
-    wanted = len(_ids(recipe.hot_vocab)) if recipe.hot_vocab else None
-    checks.append(_same("hot_vocabulary", wanted, hot, "evidence.draft.hot_vocabulary"))
-    length = accept_length(samples)
-    text = "no answers" if length is None else f"{length:.2f} in {len(samples)} answers"
-    fine = length is not None and length >= MIN_ACCEPT_LENGTH
-    checks.append(Check("accept_length", f"at least {MIN_ACCEPT_LENGTH}", text, "samples", fine))
-    return checks
-
-
-def _ids(path: str) -> Sequence[int]:
-    from sparkmoe.hot_vocab import load
-
-    return load(path)
-
-
-def _draft_head(recipe: Recipe, target: Mapping[str, Any], head: Mapping[str, Any]) -> Check:
-    where = "evidence.draft.head"
-    found = _describe(head)
-    found += ", the target's module" if head["is_target_module"] else f", its own {head['extra_bytes']:,} bytes"
-    if recipe.draft_head == "fp8" or (recipe.hot_vocab and recipe.head == "fp8"):
-        fine = head["dtype"] == "float8_e4m3fn" and head["scales"] in ("channel", "tensor") and bool(head["method"])
-        return Check("draft_head", "fp8 with its scales, its own", found, where, fine and not head["is_target_module"])
-    if recipe.hot_vocab:
-        return Check("draft_head", "rows of the target's head", found, where, head["dtype"] == target["dtype"])
-    return Check("draft_head", "the target's module", found, where, bool(head["is_target_module"]))
-
-
-def _inert(evidence: Evidence) -> list[Check]:
-    """Flags on the server's own command line that do nothing by themselves."""
-    argv, ring = evidence["argv"], evidence["target"]["replayssm"]
-    checks = []
-    if any(part.startswith("--linear-replayssm-cache-len") for part in argv):
-        on = bool(ring and (ring["decode"] or ring["verify"]))
-        found = "a ring is kept" if on else "no ring: --enable-linear-replayssm(-spec) is missing"
-        checks.append(Check("inert", "--linear-replayssm-cache-len has effect", found, "evidence.target.replayssm", on))
-    return checks
-
-
-def _captured(evidence: Evidence) -> str:
-    return ", ".join(phase for phase, sizes in evidence["graphs"].items() if sizes) or "nothing"
-
-
-def _tpot(samples: Sequence[Sample], baseline: Sequence[Sample]) -> Check:
-    def middle(group: Sequence[Sample]) -> float:
-        return statistics.median(s.tpot_ms for s in group if s.tpot_ms is not None)
-
-    mine, theirs = middle(samples), middle(baseline)
-    return Check("tpot", f"below {theirs:.2f} ms", f"{mine:.2f} ms", "samples", mine < theirs, required=False)

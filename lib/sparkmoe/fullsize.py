@@ -1,7 +1,8 @@
-"""The recorded run of Ling-3.0-flash's full shape on one H200, as tables that notebooks show beside their own.
+"""What H200s gave at Ling-3.0-flash's full shape, as tables that notebooks show beside their own.
 
-The run is of random weights that route as real ones do, and of simulated accept lengths (tests/gpu/README.md). So it
-says what a step costs and why, and nothing about answers.
+The run (`RECORD`) is of random weights that route as real ones do, and of simulated accept lengths
+(tests/gpu/README.md). So it says what a step costs and why, and about answers only what the trained miniature gave in
+its FP4 form. The kernels' distances from float64 (`LIMITS`) are of single layers.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from sparkmoe import recorded
 from sparkmoe.errors import DataError
 from sparkmoe.recorded import Recorded
 
-RECORD = "full-shape-h200"
+RECORD, LIMITS = "full-shape-h200", "levers-h200"
 OUTPUT_TOKENS = 128  # the other length of the run gives the same to 2.5 per cent
 
-_BUSY = "at least one kernel runs"
+_BUSY, _STEP = "at least one kernel runs", "the whole step"
+_RUNNERS = {"humming_indexed": "Humming", "humming_grouped": "Humming, grouped", "marlin_fused": "Marlin"}
 
 
 def load() -> Recorded:
@@ -25,7 +27,8 @@ def load() -> Recorded:
 
 
 def rows(*arms: str, contexts: Sequence[int] = (512,), against: str | None = None) -> list[dict[str, str]]:
-    """Predicted beside measured, one row per arm, context and accept length, in ms a token; the range is of repeats.
+    """Predicted beside measured, one row per arm, context and accept length, in ms a token; the range is of repeats,
+    and a step is of as many tokens as are accepted.
 
     "Bytes alone" is the roofline's floor; the prediction adds what the plain arm of the same MoE backend spends beyond
     its own. `against` names the arm that gains refer to, at the same accept length if it has a draft; by default
@@ -41,6 +44,7 @@ def rows(*arms: str, contexts: Sequence[int] = (512,), against: str | None = Non
             "bytes alone": f"{row['floor_ms']:.2f}",
             "predicted": f"{row['predicted_ms']:.2f}",
             "measured": f"{row['tpot_ms']:.2f} [{row['least_ms']:.2f}, {row['most_ms']:.2f}]",
+            "a step": f"{row['step_ms']:.2f}",
             "gain": f"{_gain(row, reference, drafts):.2f} ×",
         }
         for arm, its in zip(arms, found, strict=True)
@@ -56,20 +60,22 @@ def _gain(row: dict[str, Any], reference: str, drafts: bool) -> float:
 def parts(*arms: str, context: int = 512, least_ms: float = 0.15) -> list[dict[str, str]]:
     """Where one step's time goes: ms of kernels by part, a column per arm; parts below `least_ms` in all are summed.
 
-    Kernels overlap, on two streams and where one begins before the last one ends, so a column adds up to more than its
-    last row, the time in which at least one ran. Raises DataError for an arm that was not profiled at that context.
+    Kernels overlap, on two streams and where one begins before the last one ends, so a column adds up to more than the
+    time in which at least one ran. What that lacks of the whole step is waiting: for a launch, or for the host. Raises
+    DataError for an arm that was not profiled at that context.
     """
     columns: dict[str, dict[str, float]] = {}
     for arm in arms:
         step = load().findings["profiles"].get(arm, {}).get(str(context))
         if step is None:
             raise DataError(f"{RECORD} has no profile of {arm} at context {context}")
-        columns[arm] = {part["part"]: part["ms"] for part in step["parts"]} | {_BUSY: step["busy_ms"]}
+        columns[arm] = {part["part"]: part["ms"] for part in step["parts"]}
+        columns[arm] |= {_BUSY: step["busy_ms"], _STEP: step["step_ms"]}
     names = list(dict.fromkeys(part for column in columns.values() for part in column))
     small = [name for name in names if all(column.get(name, 0.0) < least_ms for column in columns.values())]
     kept = sorted((name for name in names if name not in small), key=lambda name: -columns[arms[0]].get(name, 0.0))
     shown: list[dict[str, str]] = []
-    for name in (*(name for name in kept if name != _BUSY), "the rest", _BUSY):
+    for name in (*(name for name in kept if name not in (_BUSY, _STEP)), "the rest", _BUSY, _STEP):
         values = {
             arm: sum(column.get(part, 0.0) for part in (small if name == "the rest" else [name]))
             for arm, column in columns.items()
@@ -78,9 +84,67 @@ def parts(*arms: str, context: int = 512, least_ms: float = 0.15) -> list[dict[s
     return shown
 
 
+def limits() -> list[dict[str, str]]:
+    """What the experts' runners make of the SwiGLU limit: for each and each limit, how far one token's result is from
+    the formula in float64, from one that clamps before SiLU, and from one without a clamp; and the time of a layer."""
+    shown = []
+    for case, found in recorded.load(LIMITS).findings.items():
+        runner, _, limit = case.partition("_limit_")
+        if runner in _RUNNERS and limit:
+            off = found["tokens_1"]
+            shown.append(
+                {
+                    "runner": _RUNNERS[runner],
+                    "limit": limit,
+                    "with the plugin": f"{off['after']:.2%}",
+                    "clamped before SiLU": f"{off['before']:.2%}",
+                    "without a clamp": f"{off['none']:.2%}",
+                    "a layer's experts, one token": f"{found['layer_us_1']:.1f} µs",
+                }
+            )
+    return shown
+
+
+def miniature() -> list[dict[str, str]]:
+    """The trained miniature in its FP4 form under Humming, with the plugin's clamp and without, beside the CPU."""
+    found = load().findings["miniature"]
+    with_clamp, without = found["nano_mxfp4"], found["nano_mxfp4_unclamped"]
+    cpu = with_clamp["cpu"] | {"accept_length_greedy": with_clamp["cpu"]["accept_length"]["problems_greedy"]}
+    named = (("this CPU platform, BF16", cpu), ("Humming, clamped", with_clamp), ("Humming, unclamped", without))
+    return [
+        {
+            "nano Ling": name,
+            "new numbers, right": f"{each['instances']['accuracy']:.1%}",
+            "new combinations, right": f"{each['combinations']['accuracy']:.1%}",
+            "accept length, K = 3": f"{each['accept_length_greedy']:.2f}",
+        }
+        for name, each in named
+    ]
+
+
 def ms_per_token(arm: str, context: int = 512, asked: float | None = None) -> float:
     """The median time per token of an arm, in ms, at a context and a simulated accept length (None: no draft)."""
     return float(_row(arm, context, asked)["tpot_ms"])
+
+
+def step_ms(arm: str, context: int = 512, asked: float | None = None) -> float:
+    """The median time of a step, in ms; arguments as of `ms_per_token`."""
+    return float(_row(arm, context, asked)["step_ms"])
+
+
+def saved(before: str, after: str, asked: float | None = None) -> dict[str, str]:
+    """What one arm takes less than another for a token at 512 of context, beside what its bytes promise. With drafts of
+    which none is accepted (`asked` = 1.0) a token is a step."""
+    (ms, floor), (less_ms, less) = (
+        (ms_per_token(arm, 512, asked), floor_ms(arm, 512, asked)) for arm in (before, after)
+    )
+    return {
+        "before": f"{ms:.3f} ms",
+        "after": f"{less_ms:.3f} ms",
+        "saved": f"{ms - less_ms:.3f} ms",
+        "bytes alone": f"{floor - less:.3f} ms",
+        "source": load().line(),
+    }
 
 
 def floor_ms(arm: str, context: int = 512, asked: float | None = None) -> float:

@@ -96,12 +96,13 @@ class Checks:
         proofs = engagement.verify(recipe, engagement.read_evidence(server.evidence_path), answers)
         missing = [proof for proof in proofs if proof.required and not proof.ok]
         listed = "; ".join(f"{proof.name}: {proof.found}, expected {proof.expected}" for proof in missing)
-        found = listed or f"{len(proofs)} of {len(proofs)} proofs"
+        told = "; ".join(f"worth knowing: {proof.cause}" for proof in proofs if not proof.required and not proof.ok)
+        found = listed or "; ".join(filter(None, (f"{len(proofs)} of {len(proofs)} proofs", told)))
         advice = f"usual cause: {missing[0].cause}" if missing else ""
         self.add(f"{recipe.name} is engaged", not missing, found, "every lever of the recipe is on", advice)
-        known = self.run.manifest.get("servers", {})
+        servers = self.run.manifest.get("servers", {})
         facts = {"ready_s": server.ready_s, "memory_bytes": server.memory_bytes()}
-        self.run.update(servers=known | {recipe.name: [*known.get(recipe.name, []), facts]})
+        self.run.update(servers=servers | {recipe.name: [*servers.get(recipe.name, []), facts]})
         if missing:
             display(self._table())
             raise NotEngaged(f"recipe {recipe.name} is not engaged: {listed}. {advice.capitalize()}")

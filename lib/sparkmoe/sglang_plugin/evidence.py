@@ -92,6 +92,7 @@ def target(runner: Any) -> dict[str, Any]:
         "weight_bytes": findings.model_bytes(model),
         "moe": findings.moe(model),
         "head": findings.head(model),
+        "attention": findings.attention(runner),
         "replayssm": replayssm(runner),
     }
 

@@ -180,3 +180,12 @@ def graphs(runner: Any, draft_worker: Any = None) -> dict[str, Any]:
         found["draft_decode"] = captured(getattr(draft_worker, "cuda_graph_runner", None))
         found["draft_extend"] = captured(getattr(draft_worker, "cuda_graph_runner_for_draft_extend", None))
     return found
+
+
+def attention(runner: Any) -> list[str]:
+    """The classes that attend over a KV cache, decoding first; [] where they cannot be told."""
+    outer = getattr(runner, "attn_backend", None)
+    full = getattr(outer, "full_attn_backend", outer)  # beside it a hybrid model has one for its recurrent layers
+    both = [getattr(full, name, None) for name in ("decode_backend", "prefill_backend")]
+    found = [backend for backend in both if backend is not None] or [full]
+    return list(dict.fromkeys(type(backend).__name__ for backend in found if backend is not None))
