@@ -43,8 +43,9 @@ def record(run: Run) -> dict[str, Any]:
     recipes = {name: _recipe(run, state) for name, state in found.items()}
     weights, gb_s, made = inventory.from_config(MODEL), bandwidth(run), calls(run)
     commits = [_commit(call_of(state, made) or manifest) for state in done.values()] or [_commit(manifest)]
+    several = "".join(f", {name}: {recipes[name].tp}" for name in done if recipes[name].tp > 1)
     conditions = {
-        "machine": f"{machine['gpu_count']} × {machine['gpu_name']}" if machine["gpu_name"] else "a CPU, dry run",
+        "machine": f"{machine['gpu_count']} × {machine['gpu_name']}{several}" if machine["gpu_name"] else "a dry run",
         "date": time.strftime("%Y-%m-%d", time.gmtime(manifest["created_unix_s"])),
         "versions": {name: versions[name] for name in _PACKAGES if name in versions},
         "driver": manifest["driver"],
@@ -80,6 +81,7 @@ def _arm(run: Run, name: str, state: Mapping[str, Any], call: Mapping[str, Any])
         return {"status": state["status"], "error": cause}
     failed = [row["check"] for row in state["checks"] if row["result"] == "FAILED"]
     kept = {"ready_s": state["ready_s"], "weight_bytes": state.get("weight_bytes")} | serverlog.seconds_spent(log)
+    kept["compiled_beside"] = bool(state.get("compiled_beside"))
     if call:
         kept |= {"gb_s": call["gb_s"], "commit": _commit(call), "at_unix_s": round(state.get("at_unix_s", 0.0))}
     return {"status": state["status"], "sound": sound(state), "failed_checks": failed} | kept
