@@ -81,7 +81,6 @@ def _arm(run: Run, name: str, state: Mapping[str, Any], call: Mapping[str, Any])
         return {"status": state["status"], "error": cause}
     failed = [row["check"] for row in state["checks"] if row["result"] == "FAILED"]
     kept = {"ready_s": state["ready_s"], "weight_bytes": state.get("weight_bytes")} | serverlog.seconds_spent(log)
-    kept["compiled_beside"] = bool(state.get("compiled_beside"))
     if call:
         kept |= {"gb_s": call["gb_s"], "commit": _commit(call), "at_unix_s": round(state.get("at_unix_s", 0.0))}
     return {"status": state["status"], "sound": sound(state), "failed_checks": failed} | kept
