@@ -150,14 +150,6 @@ SABOTAGE = [
     ("graphs off", ALL, change("graphs.decode", []), {"graphs"}, "captured: draft_decode, draft_extend"),
     ("inert ring length", ALL, change("argv", ["--linear-replayssm-cache-len", "8"]), {"inert"}, "no ring"),
     ("no request yet", ALL, change("stage", "loaded"), {"served"}, "found loaded"),
-    (
-        "another attention",
-        ALL.with_(attention="flashinfer"),
-        change("target.attention", ["FlashInferMLAAttnBackend", "TritonAttnBackend"]),
-        {"attention"},
-        "--attention-backend was overridden",
-    ),
-    ("attention unknown", ALL.with_(attention="triton"), change("target.attention", []), {"attention"}, "unknown"),
     ("a half-quantized head", ALL, change("target.head.bytes", 7), {"head_bytes"}, "found 7"),
 ]
 
@@ -259,6 +251,35 @@ def test_drafts_under_triton_attention_are_told_of_a_long_context(name: str, fou
     evidence["target"]["attention"] = ["FlashInferMLAAttnBackend"]
     told = {row["check"]: row["result"] for row in rows(require(RECIPES[name], evidence, answers(RECIPES[name])))}
     assert told.get("long_context") == (found and "yes")
+
+
+@pytest.mark.parametrize(
+    ("asked", "classes", "told"),
+    [
+        ("flashinfer", ["FlashInferMLAAttnBackend"], "yes"),
+        ("flashinfer", ["TritonAttnBackend", "FlashInferMLAAttnBackend"], "no"),
+        ("fa3", ["FlashAttentionBackend"], "yes"),
+        ("triton", [], "no"),
+        ("auto", ["TritonAttnBackend"], None),
+    ],
+)
+def test_the_backend_that_attends_is_told(asked: str, classes: list[str], told: str | None) -> None:
+    recipe = ALL.with_(attention=asked)
+    evidence = healthy(recipe)
+    evidence["target"]["attention"] = classes
+    found = {row["check"]: row["result"] for row in rows(require(recipe, evidence, answers(recipe)))}
+    assert found.get("attention") == told
+
+
+def test_one_draft_needs_no_graph_of_its_own() -> None:
+    recipe = ALL.with_(draft_steps=1)
+    evidence = healthy(recipe)
+    evidence["graphs"]["draft_decode"] = []
+    found = {row["check"]: row["result"] for row in rows(verify(recipe, evidence, answers(recipe)))}
+    assert found["draft_graphs"] == "yes"
+    evidence["speculative"]["steps"] = 2
+    found = {row["check"]: row["result"] for row in rows(verify(recipe, evidence, answers(recipe)))}
+    assert found["draft_graphs"] == "no"
 
 
 def test_a_draft_pass_that_no_graph_holds_is_told() -> None:

@@ -229,9 +229,17 @@ class Grouped:
             ["Grouped", "Paged"],
         ),
         (SimpleNamespace(attn_backend=SimpleNamespace(decode_backend=Paged(), prefill_backend=Paged())), ["Paged"]),
+        (SimpleNamespace(attn_backend=SimpleNamespace(primary=Paged(), children=[])), ["Paged"]),
         (SimpleNamespace(), []),
     ],
-    ids=["plain", "beside a recurrent one", "two", "twice the same", "unknown"],
+    ids=["plain", "beside a recurrent one", "two", "twice the same", "batches that overlap", "unknown"],
 )
 def test_what_attends_is_named(runner: SimpleNamespace, names: list[str]) -> None:
     assert findings.attention(runner) == names
+
+
+def test_attributes_of_those_names_that_are_strings_are_no_backends() -> None:
+    class FlashInferAttnBackend:
+        decode_backend = prefill_backend = "fa2"
+
+    assert findings.attention(SimpleNamespace(attn_backend=FlashInferAttnBackend())) == ["FlashInferAttnBackend"]

@@ -297,6 +297,10 @@ def test_the_shipped_record_is_what_the_kept_run_gives(modules: SimpleNamespace,
     steps = [step for arm in made["findings"]["profiles"].values() for step in arm.values()]
     assert len(steps) == 11
     assert min(step["named_share"] for step in steps) > 0.99
+    # What a part reads at more than the GPU's bandwidth was put into the wrong part.
+    assert all((part["gb_s"] or 0.0) < 4800 for step in steps for part in step["parts"])
+    shown = json.loads((run.path / "table.json").read_text())
+    assert modules.record.rounded(shown) == made["findings"]["rows"]
     modules.record.archive(run, tmp_path / "again.tar.gz")
     with tarfile.open(tmp_path / "again.tar.gz") as again, tarfile.open(tar.name) as kept:
         assert again.getnames() == kept.getnames()
@@ -319,8 +323,10 @@ def test_tables_of_the_full_size() -> None:
     assert list(parts)[-3:] == ["the rest", "at least one kernel runs", "the whole step"]
     busy, whole = (float(row["all_three"]) for row in list(parts.values())[-2:])
     assert busy < whole < 1.1 * busy
-    assert {row["runner"] for row in fullsize.limits()} == {"Humming", "Humming, grouped", "Marlin"}
-    assert all(float(row["with the plugin"].rstrip("%")) < 0.6 for row in fullsize.limits())
+    *hooked, bare = fullsize.limits()
+    assert {row["runner"] for row in hooked} == {"Humming", "Humming, grouped", "Marlin"}
+    assert all(float(row["to Ling's formula"].rstrip("%")) < 0.6 for row in hooked)
+    assert float(bare["to no clamp"].rstrip("%")) < 0.6 < 200 < float(bare["to Ling's formula"].rstrip("%"))
     right = [row["new numbers, right"] for row in fullsize.miniature()]
     assert right == ["100.0%", "100.0%", "69.2%"]
     assert fullsize.floor_ms("humming_fp8") < fullsize.ms_per_token("humming_fp8")
@@ -328,6 +334,13 @@ def test_tables_of_the_full_size() -> None:
                   lambda: fullsize.ms_per_token("all_three", 512, 9.9)):  # fmt: skip
         with pytest.raises(DataError, match="full-shape-h200 has no"):
             wrong()
+
+
+def test_lanes_need_lists_and_their_end() -> None:
+    for words in ([], ["out"], ["out", "a,b", "c"], ["out", "--"]):
+        done = subprocess.run([GPU / "lanes.sh", *words], capture_output=True, text=True)
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1
 
 
 # -------------------------------------------------------------------------------------------------------------- dry run

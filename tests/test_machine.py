@@ -82,10 +82,11 @@ def test_without_a_gpu_it_is_a_cpu(nvml: FakeNvml) -> None:
     assert machine.default_model is not None
 
 
-@pytest.mark.parametrize(
-    ("visible", "shown"),
-    [("", []), ("-1", []), ("1", [1]), ("0,1", [0, 1]), ("1,0", [1, 0]), ("GPU-1,GPU-02b7", [1, 0]), ("MIG-1", [0])],
-)
+VISIBLE = {"": [], "-1": [], "1": [1], "0,1": [0, 1], "1,0": [1, 0], "GPU-1,GPU-02b7": [1, 0], "MIG-1": [0],
+           "7": [], "0,7,1": [0], "0,0": [0], "NoDevFiles": [], "GPU-9": []}  # fmt: skip
+
+
+@pytest.mark.parametrize(("visible", "shown"), VISIBLE.items())
 def test_cuda_visible_devices_counts(monkeypatch: pytest.MonkeyPatch, visible: str, shown: list[int]) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     gpu = read_gpu(H200)

@@ -199,6 +199,26 @@ def test_by_place_on_short_sequences() -> None:
     ]  # fmt: skip
 
 
+def test_the_choice_of_a_token_divides_two_passes() -> None:
+    one = ["NORM", "GEMM", "mla", "GEMM", "RESIDUAL NORM", "GEMM", "ROUTING", "experts", "RESIDUAL NORM", "SMALL"]
+    labels = [*one, "GEMM", "verification", "SMALL", *one, "GEMM"]
+    again = ["mla", "mla", "mla", "mla", "norms", "router", "router", "experts", "norms", "head"]
+    assert by_place(labels) == [*again, "head", "verification", *["mla"], *again, "head"]
+
+
+def test_a_pass_that_no_graph_holds_is_the_drafts() -> None:
+    one = ["NORM", "GEMM", "mla", "RESIDUAL NORM", "GEMM", "ROUTING", "experts", "RESIDUAL NORM", "GEMM"]
+    labels = [*one, *one, "sampling", "SMALL", *one, "SMALL"]
+    cause = np.array([1] * 18 + list(range(100, 112)))
+    parts = breakdown._place_step(labels, cause, cause == 1)
+    assert parts[18:20] == ["sampling", "between graphs"]
+    drafted = ["mla", "mla", "mla", "norms", "router", "router", "experts", "norms", "head"]
+    assert parts[20:] == [*(f"draft {part}" for part in drafted), "between graphs"]
+    assert not any(part.startswith("draft") for part in parts[:18])
+    bare = breakdown._place_step([*one, "sampling", "SMALL"], np.array([1] * 9 + [7, 8]), np.arange(11) < 9)
+    assert bare[-2:] == ["sampling", "between graphs"]
+
+
 # Names as SGLang, FlashInfer, Humming and the CUDA libraries give them.
 KERNELS = {
     "kda": """fused_recurrent_kda_packed_decode_kernel _causal_conv1d_update_kernel l2norm_fwd_kernel

@@ -70,7 +70,8 @@ def by_place(labels: Sequence[str]) -> list[str]:
 
     Blocks lie between residual norms. The norms themselves are `norms`; a block without any named kernel is the
     `dense` FFN if it lies between two residual norms, the `head` at the end of the step, and `embedding` at its
-    beginning.
+    beginning. Where one pass follows another, the choice of a token divides the block between them into the first one's
+    `head` and the next one's attention.
     """
     parts = list(labels)
     norms = [i for i, label in enumerate(labels) if label == "RESIDUAL NORM"]
@@ -91,22 +92,30 @@ def by_place(labels: Sequence[str]) -> list[str]:
             continue
         last = "head" if end == len(labels) else "embedding" if begin < 0 else "dense"
         home = next((part for part in ("kda", "mla") if part in named), last)
+        attends = next((i for i in block if labels[i] in ("kda", "mla")), end)
+        chosen = [i for i in block if labels[i] in ("sampling", "verification") and i < attends < end]
         for i in block:
             if labels[i].isupper():
-                parts[i] = home
+                parts[i] = "head" if begin >= 0 and chosen and i < chosen[-1] else home
     return parts
 
 
-# ------------------------------------------------------------------------------------------------------------
+# ----------------------------------------------------------------------------------------------------------------
+
+
 def _place_step(labels: list[str], cause: Ints, in_graph: NDArray[np.bool_]) -> list[str]:
-    """One step's kernels to parts. Of several graphs the largest is the target's pass, the others are the drafts'."""
+    """One step's kernels to parts. Of several graphs the largest is the target's pass, the others are the drafts'; a
+    pass outside of them, which no graph was captured for, is a draft's too."""
     if not in_graph.any():
         return by_place(labels)
     parts = ["between graphs" if label.isupper() else label for label in labels]
     graphs, sizes = np.unique(cause[in_graph], return_counts=True)
-    for graph in graphs:
-        mine = np.flatnonzero(cause == graph)
-        prefix = "" if graph == graphs[sizes.argmax()] else "draft "
+    passes = [("" if graph == graphs[sizes.argmax()] else "draft ", np.flatnonzero(cause == graph)) for graph in graphs]
+    loose = [i for i in np.flatnonzero(~in_graph) if labels[i] in ("GEMM", "NORM", "RESIDUAL NORM", "experts")]
+    if any(labels[i] == "experts" for i in loose):
+        outside = np.flatnonzero(~in_graph)
+        passes.append(("draft ", outside[(outside >= loose[0]) & (outside <= loose[-1])]))
+    for prefix, mine in passes:
         for i, part in zip(mine, by_place([labels[i] for i in mine]), strict=True):
             parts[i] = part if part == UNKNOWN else prefix + part
     return parts

@@ -17,7 +17,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from sparkmoe import checks as subjects
+from sparkmoe import checks as about
 from sparkmoe.checks import MIN_ACCEPT_LENGTH as MIN_ACCEPT_LENGTH
 from sparkmoe.checks import Check as Check
 from sparkmoe.checks import Evidence, same
@@ -88,16 +88,16 @@ def verify(
     checks = [
         Check("plugin", "an evidence file", f"written by process {evidence['pid']}", "evidence.pid", True),
         same("served", "served", evidence["stage"], "evidence.stage"),
-        subjects.hooks(recipe, evidence),
-        *subjects.moe(recipe, evidence),
-        *subjects.head(recipe, evidence),
-        *subjects.draft(recipe, evidence, samples),
-        *subjects.inert(evidence),
+        about.hooks(recipe, evidence),
+        *about.moe(recipe, evidence),
+        *about.head(recipe, evidence),
+        *about.draft(recipe, evidence, samples),
+        *about.inert(evidence),
     ]
     if evidence["device"]["capability"] is not None:
-        checks += [*subjects.graphs(evidence), *subjects.attention(recipe, evidence)]
+        checks += [*about.graphs(evidence), *about.attention(recipe, evidence)]
     if baseline:
-        checks.append(subjects.tpot(samples, baseline))
+        checks.append(about.tpot(samples, baseline))
     return checks
 
 

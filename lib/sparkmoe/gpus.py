@@ -26,23 +26,30 @@ _NOMINAL_GB_S = {
 
 
 def visible_gpus(nvml: Any) -> list[Any]:
-    """NVML's handles of the visible GPUs; `nvml` is initialised. `CUDA_VISIBLE_DEVICES` names them as CUDA takes them:
-    by index or by the beginning of a UUID. Empty or "-1" hides every GPU; a slice of one (MIG) counts as the first."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES", "all").strip()
-    if named in ("", "-1"):
+    """NVML's handles of the visible GPUs; `nvml` is initialised.
+
+    `CUDA_VISIBLE_DEVICES` is read as CUDA reads it: indices or beginnings of UUIDs, up to the first that names no GPU.
+    So empty or "-1" hides all. A slice of one (MIG) counts as the first. Indices count in NVML's order, by PCI address,
+    which is CUDA's where all GPUs are alike or `CUDA_DEVICE_ORDER=PCI_BUS_ID`.
+    """
+    named = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if named is not None and named.strip() in ("", "-1"):
         return []
     every = [nvml.nvmlDeviceGetHandleByIndex(index) for index in range(nvml.nvmlDeviceGetCount())]
-    if named == "all":
+    if named is None:
         return every
-    uuids = [_text(nvml.nvmlDeviceGetUUID(gpu)) for gpu in every]
-    parts = [part.strip() for part in named.split(",")]
-    found = [
-        gpu
-        for part in parts
-        for index, gpu in enumerate(every)
-        if part == str(index) or (part.startswith("GPU-") and uuids[index].startswith(part))
-    ]
-    return found or every[:1]
+    if named.strip().startswith("MIG-"):
+        return every[:1]
+    known = {str(index): gpu for index, gpu in enumerate(every)}
+    uuids = {_text(nvml.nvmlDeviceGetUUID(gpu)): gpu for gpu in every}
+    found: list[Any] = []
+    for part in map(str.strip, named.split(",")):
+        matches = [gpu for uuid, gpu in uuids.items() if part.startswith("GPU-") and uuid.startswith(part)]
+        gpu = known.get(part, matches[0] if matches else None)
+        if gpu is None or gpu in found:
+            break
+        found.append(gpu)
+    return found
 
 
 def read_gpu(nvml: Any = None) -> dict[str, Any] | None:

@@ -122,7 +122,10 @@ def main() -> None:
     if unknown := [name for name in wanted if name not in known]:
         parser.error(f"there is no arm {unknown[0]}; known: {', '.join(known)}")
     run = open_run(args.work / "results")
-    for other in sorted(args.join.glob("*/manifest.json")) if args.join else []:
+    others = sorted(args.join.glob("*/manifest.json")) if args.join else []
+    if args.join and not others:
+        parser.error(f"there is no run in {args.join}")
+    for other in others:
         join(run, Run.open(other.parent))
     for name in filter(None, (args.again or "").split(",")):
         (run.path / "arms" / f"{name}.json").unlink(missing_ok=True)

@@ -19,7 +19,10 @@ from sparkmoe.results import Run
 
 
 def join(run: Run, other: Run) -> list[str]:
-    """Take over from `other`; returns the names of the arms whose results came from there."""
+    """Take over from `other`; returns the names of the arms whose results came from there. ValueError for a run of
+    another model."""
+    if run.manifest.get("model") != other.manifest.get("model"):
+        raise ValueError(f"{other.path} measured {other.manifest.get('model')}, {run.path} {run.manifest.get('model')}")
     for folder in ("calls", "evidence", "logs", "traces"):
         for file in sorted((other.path / folder).glob("*")):
             if not (held := run.folder(folder) / file.name).exists():

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from full_shape import MODEL
 from table import bandwidth, call_of, calls, recipe_of, sound, states, table
 
@@ -28,6 +29,7 @@ from sparkmoe.machine import Machine
 from sparkmoe.profiling import Dissection, load_of
 from sparkmoe.recipe import Recipe
 from sparkmoe.results import Run, write_atomic
+from sparkmoe.trace import Trace
 
 COMMAND = "tests/gpu/full_shape.sh --out OUT --carried CARRIED"
 _PACKAGES = ("sglang", "torch", "triton", "flashinfer-python", "humming-kernels")
@@ -43,9 +45,10 @@ def record(run: Run) -> dict[str, Any]:
     recipes = {name: _recipe(run, state) for name, state in found.items()}
     weights, gb_s, made = inventory.from_config(MODEL), bandwidth(run), calls(run)
     commits = [_commit(call_of(state, made) or manifest) for state in done.values()] or [_commit(manifest)]
-    several = "".join(f", {name}: {recipes[name].tp}" for name in done if recipes[name].tp > 1)
+    device = machine["gpu_name"]
+    several = "".join(f", {recipes[name].tp} for {name}" for name in done if recipes[name].tp > 1)
     conditions = {
-        "machine": f"{machine['gpu_count']} × {machine['gpu_name']}{several}" if machine["gpu_name"] else "a dry run",
+        "machine": f"{machine['gpu_count']} × {device} an arm{several}" if device else "a CPU, dry run",
         "date": time.strftime("%Y-%m-%d", time.gmtime(manifest["created_unix_s"])),
         "versions": {name: versions[name] for name in _PACKAGES if name in versions},
         "driver": manifest["driver"],
@@ -115,9 +118,18 @@ def _steps(run: Run, state: Mapping[str, Any], recipe: Recipe, weights: Inventor
             "calls": watched.calls,
             "named_share": watched.named_share,
             "parts": [{column: part[column] for column in _PART} for part in parts],
-            "top": [{"kernel": name[:_NAME], "ms": ms, "calls": calls} for name, (ms, calls) in top],
+            "top": [
+                {"kernel": name[:_NAME], "ms": ms, "calls": calls, "median_us": _median_us(seen, name)}
+                for name, (ms, calls) in top
+            ],
         }
     return found
+
+
+def _median_us(seen: Trace, kernel: str) -> float:
+    """One call of a kernel; unlike the mean it is not that of a few in which a GPU waits for another one."""
+    calls = seen.work[seen.name[seen.work] == seen.names.index(kernel)]
+    return float(np.median(seen.duration_us[calls]))
 
 
 def _recipe(run: Run, state: Mapping[str, Any]) -> Recipe:
@@ -165,8 +177,15 @@ def rounded(value: Any) -> Any:
     return value
 
 
+def write_table(run: Run) -> None:
+    """The run's own table, by today's rules."""
+    recipes = {name: _recipe(run, state) for name, state in states(run).items()}
+    run.write_json("table.json", table(run, recipes, inventory.from_config(MODEL), Machine.named("hopper")))
+
+
 if __name__ == "__main__":
     opened = Run.open(sys.argv[1])
+    write_table(opened)
     Path(sys.argv[2]).write_text(json.dumps(record(opened), ensure_ascii=False) + "\n")
     for target in sys.argv[3:]:
         archive(opened, Path(target))

@@ -42,8 +42,10 @@ def prebuild() -> list[subprocess.Popen[bytes]]:
 
 
 class Clock:
-    """The wall-clock budget of a call: an arm is begun only if it would end in time, which the two before it tell, or
-    `later_arm_s` where it is known that the first one compiles and the others do not."""
+    """The wall-clock budget of a call: an arm is begun only if it would end before `stop_after_s`.
+
+    The first one is expected to take `first_arm_s`; a later one `later_arm_s`, without that the longer of the last two.
+    """
 
     def __init__(self, stop_after_s: float, first_arm_s: float, later_arm_s: float | None = None) -> None:
         self.begun, self.stop_after_s = time.monotonic(), stop_after_s

@@ -14,6 +14,7 @@ from sparkmoe.profiling import load_of
 from sparkmoe.recipe import Recipe
 from sparkmoe.results import Run
 from sparkmoe.sample import Sample
+from sparkmoe.sglang_plugin.humming_clamp import OFF_ENV
 
 
 def states(run: Run) -> dict[str, Any]:
@@ -57,8 +58,8 @@ def table(run: Run, recipes: Mapping[str, Recipe], weights: Inventory, machine: 
     """Measured beside predicted: a row for each arm, context, output and accept length. Times in ms per token.
 
     `floor_ms` is bytes ÷ `bandwidth`; `predicted_ms` adds what the first plain arm of the same MoE backend in `recipes`
-    spends beyond its floor at that context, also where several GPUs share the bytes, as if they never waited for each
-    other; `gain` is the first plain arm's time ÷ this one's, as measured and as predicted.
+    spends beyond its floor at that context (one with the clamp in force), also where several GPUs share the bytes, as
+    if they never waited for each other; `gain` is the first plain arm's time ÷ this one's, measured and predicted.
     """
     found, gb_s = states(run), bandwidth(run)
     groups: dict[tuple[Any, ...], list[Sample]] = {}
@@ -71,7 +72,8 @@ def table(run: Run, recipes: Mapping[str, Recipe], weights: Inventory, machine: 
     plain: dict[tuple[int, int], float] = {}
     of_backend: dict[tuple[str, int, int], float] = {}
     for name, recipe in recipes.items():
-        if not recipe.draft_steps and recipe.head == "bf16" and recipe.tp == 1:
+        clamped = (OFF_ENV, "0") not in recipe.extra_env
+        if clamped and not recipe.draft_steps and recipe.head == "bf16" and recipe.tp == 1:
             for (arm, context, output, _), measured in medians.items():
                 if arm == name:
                     plain.setdefault((context, output), measured)

@@ -183,9 +183,12 @@ def graphs(runner: Any, draft_worker: Any = None) -> dict[str, Any]:
 
 
 def attention(runner: Any) -> list[str]:
-    """The classes that attend over a KV cache, decoding first; [] where they cannot be told."""
+    """The classes that attend over a KV cache: what decodes, then what reads prompts and verifies drafts if that is
+    another; [] where they cannot be told."""
     outer = getattr(runner, "attn_backend", None)
+    outer = getattr(outer, "primary", outer)  # of two batches that overlap
     full = getattr(outer, "full_attn_backend", outer)  # beside it a hybrid model has one for its recurrent layers
     both = [getattr(full, name, None) for name in ("decode_backend", "prefill_backend")]
-    found = [backend for backend in both if backend is not None] or [full]
+    # FlashInfer's backend for attention without a latent has attributes of these names that are strings.
+    found = [backend for backend in both if backend is not None and not isinstance(backend, str)] or [full]
     return list(dict.fromkeys(type(backend).__name__ for backend in found if backend is not None))
