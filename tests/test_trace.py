@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from sparkmoe import breakdown, roofline, trace
-from sparkmoe.breakdown import break_down, by_place, classify, verdict
+from sparkmoe import placing, roofline, trace
+from sparkmoe.breakdown import break_down, verdict
 from sparkmoe.errors import DataError
 from sparkmoe.inventory import PARTS, from_config
+from sparkmoe.placing import by_place, classify
 
 
 class Writer:
@@ -188,7 +189,7 @@ def test_unknown_kernels_are_listed_not_hidden(tmp_path: Path) -> None:
     found = break_down(seen, trace.steps(seen))
     assert found.unknown == {"strange_thing": pytest.approx((0.008, 1))}
     assert found.named_share == pytest.approx(1 - 8 / (sum(EXPECTED_US.values()) + 8))
-    extended = break_down(seen, trace.steps(seen), ((r"strange", "experts"), *breakdown.RULES))
+    extended = break_down(seen, trace.steps(seen), ((r"strange", "experts"), *placing.RULES))
     assert not extended.unknown
 
 
@@ -210,12 +211,12 @@ def test_a_pass_that_no_graph_holds_is_the_drafts() -> None:
     one = ["NORM", "GEMM", "mla", "RESIDUAL NORM", "GEMM", "ROUTING", "experts", "RESIDUAL NORM", "GEMM"]
     labels = [*one, *one, "sampling", "SMALL", *one, "SMALL"]
     cause = np.array([1] * 18 + list(range(100, 112)))
-    parts = breakdown._place_step(labels, cause, cause == 1)
+    parts = placing.place_step(labels, cause, cause == 1)
     assert parts[18:20] == ["sampling", "between graphs"]
     drafted = ["mla", "mla", "mla", "norms", "router", "router", "experts", "norms", "head"]
     assert parts[20:] == [*(f"draft {part}" for part in drafted), "between graphs"]
     assert not any(part.startswith("draft") for part in parts[:18])
-    bare = breakdown._place_step([*one, "sampling", "SMALL"], np.array([1] * 9 + [7, 8]), np.arange(11) < 9)
+    bare = placing.place_step([*one, "sampling", "SMALL"], np.array([1] * 9 + [7, 8]), np.arange(11) < 9)
     assert bare[-2:] == ["sampling", "between graphs"]
 
 
@@ -240,7 +241,7 @@ KERNELS = {
         cublasLt::splitKreduce_kernel aten::addmm""",
     "SMALL": "at::native::vectorized_elementwise_kernel<4> _per_token_group_quant_8bit act_and_mul_kernel",
     "communication": "ncclDevKernel_AllReduce",
-    breakdown.UNKNOWN: "quux",
+    placing.UNKNOWN: "quux",
 }
 
 

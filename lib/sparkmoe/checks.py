@@ -74,6 +74,7 @@ def accept_length(samples: Iterable[Sample]) -> float | None:
 
 
 def same(name: str, expected: Any, found: Any, where: str) -> Check:
+    """A check that holds where both are equal."""
     return Check(name, str(expected), str(found), where, expected == found)
 
 
@@ -98,6 +99,7 @@ def _expected_backend(recipe: Recipe, evidence: Evidence) -> str | None:
 
 
 def moe(recipe: Recipe, evidence: Evidence) -> list[Check]:
+    """The experts' runner, its activations and the limits in force, in the target and in the draft."""
     layers, where = evidence["target"]["moe"], "evidence.target.moe[].runner"
     found = sorted({str(layer["runner"]) for layer in layers})
     expected = _expected_backend(recipe, evidence)
@@ -134,6 +136,7 @@ def _describe(head: Mapping[str, Any]) -> str:
 
 
 def head(recipe: Recipe, evidence: Evidence) -> list[Check]:
+    """The target's LM head: its format and its bytes."""
     head, where = evidence["target"]["head"], "evidence.target.head"
     found = _describe(head)
     wanted = {"fp8": "fp8", "fp32": "fp32", "bf16": "bf16"}[recipe.head]
@@ -149,6 +152,7 @@ def head(recipe: Recipe, evidence: Evidence) -> list[Check]:
 
 
 def draft(recipe: Recipe, evidence: Evidence, samples: Sequence[Sample]) -> list[Check]:
+    """How much is drafted, with which head and vocabulary, and whether any of it is accepted in `samples`."""
     speculative, draft = evidence["speculative"], evidence["draft"]
     steps = speculative["steps"] if speculative else 0
     expected = f"{recipe.draft_steps} steps, top 1" if recipe.draft_steps else "none"
@@ -230,6 +234,8 @@ def attention(recipe: Recipe, evidence: Evidence) -> list[Check]:
 
 
 def tpot(samples: Sequence[Sample], baseline: Sequence[Sample]) -> Check:
+    """Whether a token takes less time than without the lever."""
+
     def middle(group: Sequence[Sample]) -> float:
         return statistics.median(s.tpot_ms for s in group if s.tpot_ms is not None)
 
